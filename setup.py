@@ -3,7 +3,13 @@
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["gw_detectron", "gw_detectron.*"]), "gw_detectron.configs"],
+    packages=[
+        *find_packages(include=["gw_detectron", "gw_detectron.*"]),
+        "gw_detectron.configs",
+    ],
     package_dir={"gw_detectron.configs": "configs"},
-    package_data={"gw_detectron": ["py.typed"], "gw_detectron.configs": ["**/*.yaml", "**/*.py"]},
+    package_data={
+        "gw_detectron": ["py.typed"],
+        "gw_detectron.configs": ["**/*.yaml", "**/*.py"],
+    },
 )

@@ -34,7 +34,9 @@ class CompiledKernel(NamedTuple):
     shared: int
 
 
-def layer_launches(x: Tensor, groups: int, *, iters: int = 5, relu: bool = False, execute: bool = True) -> list[Launch]:
+def layer_launches(
+    x: Tensor, groups: int, *, iters: int = 5, relu: bool = False, execute: bool = True
+) -> list[Launch]:
     """Return the launches of a layer with affine parameters, forward and backward, in their order.
 
     Args:
@@ -87,7 +89,9 @@ def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
         file.flush()
         command = [str(compiler_tool("cuobjdump")), "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
+    registers, stack = (
+        int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK")
+    )
     return CompiledKernel(kernel_name(launch), registers, stack, binary.metadata.shared)
 
 
@@ -97,10 +101,14 @@ def compiler_tool(name: str) -> Path:
     Raises:
         MissingPackageError: there is none.
     """
-    place = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name if triton else None
+    place = (
+        Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name if triton else None
+    )
     if place is not None and place.exists():
         return place
     found = shutil.which(name)
     if triton is None or found is None:
-        raise MissingPackageError(f"{name}: not found. Fix: pip install triton, on Linux, or install CUDA's compiler.")
+        raise MissingPackageError(
+            f"{name}: not found. Fix: pip install triton, on Linux, or install CUDA's compiler."
+        )
     return Path(found)

@@ -38,7 +38,11 @@ def describe(device: torch.device, dtypes: Iterable[str], command: str) -> dict[
     if device.type == "cuda":
         header["cuda"] = str(torch.version.cuda)
         header["float32 products"] = torch.get_float32_matmul_precision()
-    header |= {name: os.environ[name] for name in ("GW_DETECTRON_KERNELS", "OMP_NUM_THREADS") if name in os.environ}
+    header |= {
+        name: os.environ[name]
+        for name in ("GW_DETECTRON_KERNELS", "OMP_NUM_THREADS")
+        if name in os.environ
+    }
     return {name: value for name, value in header.items() if value}
 
 

@@ -27,7 +27,12 @@ class _Utils:
         return 1, 1, 32, 0, 1024  # module, function, registers, spills, most threads
 
     def get_device_properties(self, _: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+        return {
+            "max_shared_mem": 232448,
+            "multiprocessor_count": 132,
+            "warpSize": 32,
+            "max_num_regs": 65536,
+        }
 
     def unload_module(self, *_: Any) -> None: ...
 
@@ -85,7 +90,9 @@ def main() -> None:
         setattr(launch, name, stand_in)
     for shape in SHAPES:
         for layer in (GroupWhitening2d(shape[1]), torch.nn.GroupNorm(32, shape[1])):
-            print("x".join(map(str, shape)), f"{type(layer).__name__:16}", _measure(layer, shape))
+            print(
+                "x".join(map(str, shape)), f"{type(layer).__name__:16}", _measure(layer, shape)
+            )
 
 
 def _measure(layer: torch.nn.Module, shape: tuple[int, ...]) -> str:

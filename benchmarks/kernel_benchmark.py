@@ -10,8 +10,16 @@ from torch import Tensor
 
 from gw_detectron.errors import ConfigError
 from gw_detectron.ops.group_whitening.triton.compiler import ERRORS
-from gw_detectron.ops.group_whitening.triton.launch import HOPPER, Launch, Setting, Tuning, supported, tuned, tuning_for
-from gw_detectron.progress import progress_bar
+from gw_detectron.ops.group_whitening.triton.launch import (
+    HOPPER,
+    Launch,
+    Setting,
+    Tuning,
+    supported,
+    tuned,
+    tuning_for,
+)
+from gw_detectron.workbench.progress import progress_bar
 
 from .compiled_kernels import compile_launch, compiler_tool, kernel_name, layer_launches
 from .layer_benchmark import Shape
@@ -20,7 +28,12 @@ from .table import Row, note_of
 from .timing import Step, time_alternating
 
 #: (N, C, H, W): feature maps of a detector at 800 x 1344 pixels with 16 images, and the regions of two images
-SHAPES: tuple[Shape, ...] = ((16, 64, 200, 336), (16, 64, 100, 168), (16, 256, 50, 84), (512, 256, 7, 7))
+SHAPES: tuple[Shape, ...] = (
+    (16, 64, 200, 336),
+    (16, 64, 100, 168),
+    (16, 256, 50, 84),
+    (512, 256, 7, 7),
+)
 #: what --tune changes, one number at a time; the values of the code itself are left out
 TUNED = {
     "programs": (1, 2, 3, 4, 6),
@@ -81,33 +94,58 @@ def measure_kernels(
         key = {"shape": "x".join(map(str, shape)), "dtype": dtype}
         with tuned(HOPPER[x.dtype] if capability // 10 == 9 else Tuning()):
             variants = _variants(x, groups, iters, tune)
-        for name, launches in progress_bar(variants.items(), desc=" ".join(key.values()), unit="kernel"):
-            found = {setting: _compiled(launch, capability) for setting, launch in launches.items()}
-            runnable = {setting: launches[setting] for setting, values in found.items() if "note" not in values}
+        for name, launches in progress_bar(
+            variants.items(), desc=" ".join(key.values()), unit="kernel"
+        ):
+            found = {
+                setting: _compiled(launch, capability) for setting, launch in launches.items()
+            }
+            runnable = {
+                setting: launches[setting]
+                for setting, values in found.items()
+                if "note" not in values
+            }
             times = {} if x.is_meta else _times(runnable, repeats, device, name)
             for setting, cells in found.items():
-                yield {**key, "kernel": name, "setting": setting, **cells, **times.get(setting, {})}
+                yield {
+                    **key,
+                    "kernel": name,
+                    "setting": setting,
+                    **cells,
+                    **times.get(setting, {}),
+                }
 
 
 def moved_bytes(launch: Launch) -> int:
     """Count the bytes of the tensors that a launch reads and writes, each once."""
     arguments = launch.arguments
     unused = "masked_ptr" if arguments.get("y_ptr", launch) is None else ""
-    tensors = [value for name, value in arguments.items() if isinstance(value, Tensor) and name != unused]
+    tensors = [
+        value
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and name != unused
+    ]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _variants(x: Tensor, groups: int, iters: int, tune: bool) -> dict[str, dict[str, Launch]]:
     """Return the launches of a layer by kernel and setting; "" is the setting of the code."""
     launch_all = partial(layer_launches, x, groups, iters=iters)
-    variants = {f"{i} {kernel_name(launch)}": {"": launch} for i, launch in enumerate(launch_all(), start=1)}
+    variants = {
+        f"{i} {kernel_name(launch)}": {"": launch}
+        for i, launch in enumerate(launch_all(), start=1)
+    }
     for name, values in TUNED.items() if tune else ():
         for value in values:
             number: dict[str, Any] = {name: value}
             if name != "warps":
                 tuning = tuning_for(x)
                 if name in Setting._fields:
-                    number = {k: v._replace(**number) for k, v in tuning._asdict().items() if isinstance(v, Setting)}
+                    number = {
+                        k: v._replace(**number)
+                        for k, v in tuning._asdict().items()
+                        if isinstance(v, Setting)
+                    }
                 with tuned(tuning._replace(**number)):
                     changed = launch_all(execute=False)  # they may not fit the device
             else:
@@ -135,10 +173,16 @@ def _compiled(launch: Launch, capability: int) -> dict[str, Any]:
         found = compile_launch(launch, capability)
     except ERRORS as error:  # a setting that cannot be compiled
         return cells | {"note": note_of(error)}
-    return cells | {"registers": found.registers, "stack": found.stack, "shared_kib": found.shared / 1024}
+    return cells | {
+        "registers": found.registers,
+        "stack": found.stack,
+        "shared_kib": found.shared / 1024,
+    }
 
 
-def _times(launches: dict[str, Launch], repeats: int, device: torch.device, name: str) -> dict[str, dict[str, Any]]:
+def _times(
+    launches: dict[str, Launch], repeats: int, device: torch.device, name: str
+) -> dict[str, dict[str, Any]]:
     """Time the settings of a kernel and a copy in alternating rounds."""
     steps, notes = {}, {}
     for setting, launch in launches.items():
@@ -149,6 +193,11 @@ def _times(launches: dict[str, Launch], repeats: int, device: torch.device, name
             notes[setting] = {"note": note_of(error)}
     size = moved_bytes(launches[""]) // 2
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    times = time_alternating(steps | {"copy": Step(partial(target.copy_, source))}, repeats, device, name)
+    times = time_alternating(
+        steps | {"copy": Step(partial(target.copy_, source))}, repeats, device, name
+    )
     copy = times.pop("copy")["median_ms"]
-    return notes | {setting: cells | {"to_copy": cells["median_ms"] / copy} for setting, cells in times.items()}
+    return notes | {
+        setting: cells | {"to_copy": cells["median_ms"] / copy}
+        for setting, cells in times.items()
+    }

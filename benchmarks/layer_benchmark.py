@@ -33,12 +33,16 @@ def parse_shape(text: str) -> Shape:
     """Parse ``2x64x200x336``."""
     parts = text.split("x")
     if len(parts) != 4 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"--shapes ({text!r}): not four positive integers. Fix: give N, C, H, W as 2x64x200x336.")
+        raise ConfigError(
+            f"--shapes ({text!r}): not four positive integers. Fix: give N, C, H, W as 2x64x200x336."
+        )
     n, c, h, w = map(int, parts)
     return n, c, h, w
 
 
-def measure_layers(cases: Sequence[Case], providers: Sequence[str], repeats: int) -> Iterator[Row]:
+def measure_layers(
+    cases: Sequence[Case], providers: Sequence[str], repeats: int
+) -> Iterator[Row]:
     """Measure the providers of each case side by side.
 
     A provider that cannot run a case (no kernel for the dtype, no compiler, out of memory) gets the reason in its row
@@ -48,7 +52,11 @@ def measure_layers(cases: Sequence[Case], providers: Sequence[str], repeats: int
         A row for each case and provider. ``to_NAME`` is the median time divided by that of NAME in the same rounds.
     """
     for number, case in enumerate(cases, start=1):
-        measure = _memory if case.mode == MEMORY else partial(_times, repeats, f"{number}/{len(cases)} {case}")
+        measure = (
+            _memory
+            if case.mode == MEMORY
+            else partial(_times, repeats, f"{number}/{len(cases)} {case}")
+        )
         key = {"shape": case.shape_text, "dtype": case.dtype, "mode": case.mode}
         for name, cells in measure(case, providers).items():
             yield key | {"provider": name} | cells
@@ -58,13 +66,18 @@ def _try(provider: str, measure: Callable[[], Any]) -> Any:
     """Return the result, or the cell of a note if another layer than this package's own cannot run."""
     try:
         return measure()
-    except (RuntimeError, ValueError) as error:  # out of memory, the compiler, BatchNorm of one value per channel
+    except (
+        RuntimeError,
+        ValueError,
+    ) as error:  # out of memory, the compiler, BatchNorm of one value per channel
         if provider.startswith("ours"):
             raise
         return {"note": note_of(error)}
 
 
-def _times(repeats: int, label: str, case: Case, providers: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _times(
+    repeats: int, label: str, case: Case, providers: Sequence[str]
+) -> dict[str, dict[str, Any]]:
     x = case.input()
 
     def build(provider: str) -> Step:
@@ -74,10 +87,17 @@ def _times(repeats: int, label: str, case: Case, providers: Sequence[str]) -> di
 
     found = {name: _try(name, partial(build, name)) for name in providers}
     times = time_alternating(
-        {name: step for name, step in found.items() if isinstance(step, Step)}, repeats, case.device, label
+        {name: step for name, step in found.items() if isinstance(step, Step)},
+        repeats,
+        case.device,
+        label,
     )
     for name, cells in times.items():
-        ratios = {f"to_{base}": cells["median_ms"] / times[base]["median_ms"] for base in BASELINES if base in times}
+        ratios = {
+            f"to_{base}": cells["median_ms"] / times[base]["median_ms"]
+            for base in BASELINES
+            if base in times
+        }
         found[name] = cells | ratios
     return found
 
@@ -87,9 +107,13 @@ def _memory(case: Case, providers: Sequence[str]) -> dict[str, dict[str, Any]]:
 
     def measure(provider: str) -> dict[str, Any]:
         module = case.build(provider)
-        return memory_cells(lambda: case.apply(module, x), layer_step(module, x, case), module, case.device)
+        return memory_cells(
+            lambda: case.apply(module, x), layer_step(module, x, case), module, case.device
+        )
 
-    found = {name: _try(name, partial(measure, name)) for name in providers if name != "floor"}  # which saves nothing
+    found = {
+        name: _try(name, partial(measure, name)) for name in providers if name != "floor"
+    }  # which saves nothing
     if baseline := found.get("group_norm", {}).get("saved_mib"):
         for cells in found.values():
             if "saved_mib" in cells:

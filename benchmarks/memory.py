@@ -11,7 +11,9 @@ from .timing import Step
 _MIB = 2**20
 
 
-def memory_cells(forward: Callable[[], object], step: Step, module: nn.Module, device: torch.device) -> dict[str, Any]:
+def memory_cells(
+    forward: Callable[[], object], step: Step, module: nn.Module, device: torch.device
+) -> dict[str, Any]:
     """Return the memory columns of a row, in MiB: saved for backward, and the peak of a step on a GPU."""
     step.run()  # allocates what only a first run allocates
     step.prepare()
@@ -36,10 +38,14 @@ def saved_bytes(forward: Callable[[], object], module: nn.Module) -> int:
         module: the module that it runs.
     """
     excluded = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    saved: list[Tensor] = []  # kept alive until all are counted, so that no address is used twice
+    saved: list[
+        Tensor
+    ] = []  # kept alive until all are counted, so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor.detach())  # an output saved with its graph would be a reference cycle
+        saved.append(
+            tensor.detach()
+        )  # an output saved with its graph would be a reference cycle
         return saved[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gw_detectron.data import synthetic_images
-from gw_detectron.data.images import read_image
-from gw_detectron.prediction import open_predictor
+from gw_detectron.workbench.dataset import synthetic_images
+from gw_detectron.workbench.images.reading import read_image
+from gw_detectron.workbench.predict import open_predictor
 
 from .memory import memory_cells
 from .networks import Iteration, Sizes, Variant, classifier, detector
@@ -24,7 +24,10 @@ _GW = {
     f"GW-{positions}": Variant("BN", "GW", positions)
     for positions in ("S1", "S1-B1", "S1-B2", "S1-B3", "S1-B12", "ALL")
 }
-_BASELINES = {"GN+WS": Variant("GN", conv="WS"), "GW-S1-B2+WS": _GW["GW-S1-B2"]._replace(conv="WS")}
+_BASELINES = {
+    "GN+WS": Variant("GN", conv="WS"),
+    "GW-S1-B2+WS": _GW["GW-S1-B2"]._replace(conv="WS"),
+}
 _OTHERS = _BN | _GN | _BW | {"GW-S1-B2": _GW["GW-S1-B2"]}
 _MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_{}.yaml"
 #: the variants of every model; the others are divided by the first. Each row is a training iteration, or inference
@@ -33,12 +36,16 @@ MODELS: dict[str, dict[str, Variant]] = {
     "R-101": _OTHERS,
     "X-50-32x4d": _OTHERS,
     "X-101-32x8d": _OTHERS,
-    "mask_rcnn_R-50": {norm: Variant(config=_MASK_RCNN.format(norm)) for norm in ("FrozenBN", "GN", "GW")},
+    "mask_rcnn_R-50": {
+        norm: Variant(config=_MASK_RCNN.format(norm)) for norm in ("FrozenBN", "GN", "GW")
+    },
     "R-50-inference": _BN | _GN | {"GW-S1-B2": _GW["GW-S1-B2"]},
 }
 #: milliseconds of the paper, on V100 GPUs; BW is its BW_Sigma. Source: supplement, section 6.2, Tables 2 and 3
 PAPER: dict[str, dict[str, int]] = {
-    "R-50": dict(zip(["BN", *_BW, *_GW], (419, 550, 437, 518, 514, 634, 589, 796), strict=True)),
+    "R-50": dict(
+        zip(["BN", *_BW, *_GW], (419, 550, 437, 518, 514, 634, 589, 796), strict=True)
+    ),
     "R-101": {"BN": 672, "BW-S1-B2": 882, "GW-S1-B2": 810},
     "X-50-32x4d": {"BN": 574, "BW-S1-B2": 798, "GW-S1-B2": 738},
     "X-101-32x8d": {"BN": 912, "BW-S1-B2": 1587, "GW-S1-B2": 1180},
@@ -70,10 +77,17 @@ def measure_networks(
     for model in models:
         first = next(iter(MODELS[model]))
         chosen = {
-            name: variant for name, variant in MODELS[model].items() if variants is None or name in (first, *variants)
+            name: variant
+            for name, variant in MODELS[model].items()
+            if variants is None or name in (first, *variants)
         }
-        built = {name: _build(model, variant, dtype, sizes, device) for name, variant in chosen.items()}
-        times = time_alternating({name: each.step for name, each in built.items()}, repeats, device, model)
+        built = {
+            name: _build(model, variant, dtype, sizes, device)
+            for name, variant in chosen.items()
+        }
+        times = time_alternating(
+            {name: each.step for name, each in built.items()}, repeats, device, model
+        )
         paper, saved = PAPER.get(model, {}), {}
         for name, iteration in built.items():
             batch, sides = sizes.batch_size, (sizes.image_size, sizes.image_size)
@@ -91,15 +105,21 @@ def measure_networks(
             yield row
 
 
-def _build(model: str, variant: Variant, dtype: str, sizes: Sizes, device: torch.device) -> Iteration:
+def _build(
+    model: str, variant: Variant, dtype: str, sizes: Sizes, device: torch.device
+) -> Iteration:
     torch.manual_seed(0)
     if variant.config:
         return detector(variant, sizes, PRECISIONS[dtype], device)
     architecture, training = model.removesuffix("-inference"), not model.endswith("-inference")
-    return classifier(architecture, variant, sizes, PRECISIONS[dtype], device, training=training)
+    return classifier(
+        architecture, variant, sizes, PRECISIONS[dtype], device, training=training
+    )
 
 
-def measure_detectors(models: Sequence[str], image: str, repeats: int, device: torch.device) -> Iterator[Row]:
+def measure_detectors(
+    models: Sequence[str], image: str, repeats: int, device: torch.device
+) -> Iterator[Row]:
     """Time what a user waits for: resizing, the network, masks pasted into the image.
 
     Args:
@@ -109,8 +129,18 @@ def measure_detectors(models: Sequence[str], image: str, repeats: int, device: t
         device: where they run.
     """
     pixels = read_image(image, "RGB") if image else np.array(synthetic_images(1)[0])
-    steps = {model: Step(partial(open_predictor(model, device=str(device)), pixels)) for model in models}
-    times = time_alternating(steps, repeats, torch.device("cpu"), "predictions")  # the results are there
+    steps = {
+        model: Step(partial(open_predictor(model, device=str(device)), pixels))
+        for model in models
+    }
+    times = time_alternating(
+        steps, repeats, torch.device("cpu"), "predictions"
+    )  # the results are there
     for model, cells in times.items():
         ratio = cells["median_ms"] / times[models[0]]["median_ms"]
-        yield {"detector": model, "image": "x".join(map(str, pixels.shape[:2])), **cells, "to_first": ratio}
+        yield {
+            "detector": model,
+            "image": "x".join(map(str, pixels.shape[:2])),
+            **cells,
+            "to_first": ratio,
+        }

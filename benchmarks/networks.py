@@ -18,9 +18,9 @@ from detectron2.structures import Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
-from gw_detectron.engine import Trainer
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling import gw_resnet
+from gw_detectron.workbench.run import Trainer
 
 from .providers import Precision
 from .timing import Step
@@ -107,7 +107,9 @@ def classifier(
     model = ResNet(backbone.stem, stages, num_classes=CLASSES).to(device).train(training)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=1e-4)
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(sizes.batch_size, 3, sizes.image_size, sizes.image_size, generator=generator).to(device)
+    images = torch.randn(
+        sizes.batch_size, 3, sizes.image_size, sizes.image_size, generator=generator
+    ).to(device)
     if not training:
 
         @torch.no_grad()
@@ -125,7 +127,9 @@ def classifier(
     return Iteration(_training_step(forward, optimizer, precision, device), model, forward)
 
 
-def detector(variant: Variant, sizes: Sizes, precision: Precision, device: torch.device) -> Iteration:
+def detector(
+    variant: Variant, sizes: Sizes, precision: Precision, device: torch.device
+) -> Iteration:
     """Build a training iteration of the detector of a config, see :func:`detector_training`."""
     cfg = get_config(variant.config)
     cfg.MODEL.DEVICE = str(device)
@@ -160,7 +164,9 @@ def random_batch(cfg: CfgNode, sizes: Sizes) -> list[dict[str, Any]]:
     """Return noise images with random boxes and their outlines as masks, in Detectron2's training format."""
     rng = np.random.default_rng(0)
     height, width = sizes.detector_sides
-    count = int(cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE * cfg.MODEL.ROI_HEADS.POSITIVE_FRACTION)
+    count = int(
+        cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE * cfg.MODEL.ROI_HEADS.POSITIVE_FRACTION
+    )
     batch = []
     for _ in range(sizes.detector_batch):
         sides = rng.uniform(0.05, 0.3, (count, 2)) * height
@@ -168,15 +174,22 @@ def random_batch(cfg: CfgNode, sizes: Sizes) -> list[dict[str, Any]]:
         boxes = np.concatenate([corners, corners + sides], axis=1)
         instances = Instances((height, width))
         instances.gt_boxes = Boxes(torch.as_tensor(boxes, dtype=torch.float32))
-        instances.gt_classes = torch.as_tensor(rng.integers(0, cfg.MODEL.ROI_HEADS.NUM_CLASSES, count))
-        instances.gt_masks = PolygonMasks([[np.array([x0, y0, x1, y0, x1, y1, x0, y1])] for x0, y0, x1, y1 in boxes])
+        instances.gt_classes = torch.as_tensor(
+            rng.integers(0, cfg.MODEL.ROI_HEADS.NUM_CLASSES, count)
+        )
+        instances.gt_masks = PolygonMasks(
+            [[np.array([x0, y0, x1, y0, x1, y1, x0, y1])] for x0, y0, x1, y1 in boxes]
+        )
         image = torch.as_tensor(rng.integers(0, 256, (3, height, width), dtype=np.uint8))
         batch.append({"image": image, "height": height, "width": width, "instances": instances})
     return batch
 
 
 def _training_step(
-    forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device
+    forward: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    precision: Precision,
+    device: torch.device,
 ) -> Step:
     # float16 needs scaled losses; the scaler also skips steps with infinite gradients, as 0 * inf is nan
     scaler = torch.amp.GradScaler(device.type, enabled=precision.dtype == torch.float16)

@@ -90,7 +90,9 @@ class Case:
         """Build a provider's layer on the device, with parameters in the dtype of the precision."""
         _, build = PROVIDERS[provider]
         assert build is not None, provider  # the floor has no layer
-        return build(self).to(self.device, None if self.precision.autocast else self.precision.dtype)
+        return build(self).to(
+            self.device, None if self.precision.autocast else self.precision.dtype
+        )
 
     def apply(self, module: nn.Module, x: Tensor) -> Tensor:
         """Call a layer, under autocast if the precision has it."""
@@ -163,12 +165,24 @@ def _figure1_compiled(case: Case) -> nn.Module:
 PROVIDERS: dict[str, tuple[str, Callable[[Case], nn.Module] | None]] = {
     "ours": ("GroupWhitening2d", _ours),
     "ours_relu": ("GroupWhitening2d with a fused ReLU", _ours_relu),
-    "relu_apart": ("GroupWhitening2d and nn.ReLU", lambda case: nn.Sequential(_ours(case), nn.ReLU(inplace=True))),
+    "relu_apart": (
+        "GroupWhitening2d and nn.ReLU",
+        lambda case: nn.Sequential(_ours(case), nn.ReLU(inplace=True)),
+    ),
     "figure1": ("the paper's listing in plain autograd", _figure1),
     "figure1_compiled": ("the same under torch.compile", _figure1_compiled),
-    "group_norm": (f"nn.GroupNorm({GROUP_NORM_GROUPS})", lambda case: nn.GroupNorm(GROUP_NORM_GROUPS, case.channels)),
-    "batch_norm": ("nn.BatchNorm2d in training mode", lambda case: nn.BatchNorm2d(case.channels)),
-    "conv3x3": ("the 3x3 convolution before the layer, C to C; float32 is tf32 on a GPU, as torch chooses", _conv3x3),
+    "group_norm": (
+        f"nn.GroupNorm({GROUP_NORM_GROUPS})",
+        lambda case: nn.GroupNorm(GROUP_NORM_GROUPS, case.channels),
+    ),
+    "batch_norm": (
+        "nn.BatchNorm2d in training mode",
+        lambda case: nn.BatchNorm2d(case.channels),
+    ),
+    "conv3x3": (
+        "the 3x3 convolution before the layer, C to C; float32 is tf32 on a GPU, as torch chooses",
+        _conv3x3,
+    ),
     "floor": ("only the matrix products on a CPU, a copy of GroupNorm's bytes on a GPU", None),
 }
 #: measured only if asked for
@@ -199,7 +213,11 @@ def provider_step(provider: str, x: Tensor, case: Case) -> Step:
     """Return the step of a provider in a timed case."""
     if provider != "floor":
         return layer_step(case.build(provider), x, case)
-    return traffic(x, case.mode) if case.device.type == "cuda" else products(x, case.groups, case.iters, case.mode)
+    return (
+        traffic(x, case.mode)
+        if case.device.type == "cuda"
+        else products(x, case.groups, case.iters, case.mode)
+    )
 
 
 #: (g, g) products of one solver step. Forward: P^2, P^3, P^3 S with S = Sigma_N. Backward, with D the symmetric part of
@@ -252,6 +270,8 @@ def traffic(x: Tensor, mode: str) -> Step:
 
     A copy reads and writes every byte, so it copies half of the :data:`PASSES` over ``x``.
     """
-    source = torch.empty(PASSES[mode] * x.numel() // 2, dtype=x.dtype, device=x.device).normal_()
+    source = torch.empty(
+        PASSES[mode] * x.numel() // 2, dtype=x.dtype, device=x.device
+    ).normal_()
     target = torch.empty_like(source)
     return Step(lambda: target.copy_(source))

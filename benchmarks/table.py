@@ -44,7 +44,9 @@ class Table:
     @property
     def numbers(self) -> list[str]:
         """The columns of numbers, in the order of their first value."""
-        found = dict.fromkeys(name for row in self.rows for name, value in row.items() if value is not None)
+        found = dict.fromkeys(
+            name for row in self.rows for name, value in row.items() if value is not None
+        )
         return [name for name in found if name not in (*self.key, "note")]
 
 
@@ -77,16 +79,27 @@ def read_csv(path: str | os.PathLike[str]) -> Table:
         DataError: it is not such a table.
     """
     if not Path(path).is_file():
-        raise MissingFileError(f"table ('{path}'): file not found. Fix: give one that tools/benchmark.py wrote.")
+        raise MissingFileError(
+            f"table ('{path}'): file not found. Fix: give one that tools/benchmark.py wrote."
+        )
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    header = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
+    header = dict(
+        line[1:].strip().split(": ", 1)
+        for line in lines
+        if line.startswith("#") and ": " in line
+    )
     kind = header.pop("benchmark", "")
     if kind not in KINDS:
-        raise DataError(f"table ('{path}'): no line '# benchmark: NAME' with a name of {sorted(KINDS)}.")
+        raise DataError(
+            f"table ('{path}'): no line '# benchmark: NAME' with a name of {sorted(KINDS)}."
+        )
     text = (*KINDS[kind][0], "note")
     try:
         rows = [
-            {name: cell if name in text else float(cell) if cell else None for name, cell in cells.items()}
+            {
+                name: cell if name in text else float(cell) if cell else None
+                for name, cell in cells.items()
+            }
             for cells in csv.DictReader(line for line in lines if not line.startswith("#"))
         ]
     except (TypeError, ValueError) as error:  # a missing cell, or text among the numbers
@@ -100,7 +113,10 @@ def summary(table: Table) -> str:
     parts.append(_grid(table.rows, [*table.key, *table.numbers, "note"]))
     if table.kind == "layer":
         ratios = [name for name in table.numbers if "to_" in name]
-        parts.append("geometric means over the shapes\n" + _grid(geometric_means(table.rows, ratios), MEANS + ratios))
+        parts.append(
+            "geometric means over the shapes\n"
+            + _grid(geometric_means(table.rows, ratios), MEANS + ratios)
+        )
     return "\n\n".join(parts)
 
 
@@ -115,7 +131,9 @@ def geometric_means(rows: Sequence[Row], ratios: Sequence[str]) -> list[Row]:
     return [
         dict(zip(MEANS, key, strict=True))
         | {
-            name: geometric_mean(row[name] for row in own) if all(row.get(name) for row in own) else None
+            name: geometric_mean(row[name] for row in own)
+            if all(row.get(name) for row in own)
+            else None
             for name in ratios
         }
         for key, own in groups.items()
@@ -126,7 +144,12 @@ def _grid(rows: Sequence[Row], names: Sequence[str]) -> str:
     shown = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
     from tabulate import tabulate  # not installed in every image for GPUs
 
-    return tabulate([[row.get(name) for name in shown] for row in rows], headers=shown, floatfmt=".3f", missingval="-")
+    return tabulate(
+        [[row.get(name) for name in shown] for row in rows],
+        headers=shown,
+        floatfmt=".3f",
+        missingval="-",
+    )
 
 
 def plot(table: Table, path: Path) -> None:
@@ -137,20 +160,35 @@ def plot(table: Table, path: Path) -> None:
     values = {name: [row for row in table.rows if row.get(name)] for name in wanted}
     height = 1 + 0.2 * sum(map(len, values.values()))
     figure = Figure(figsize=(11, min(height, 200)), layout="constrained")
-    axes = figure.subplots(max(1, len(values)), squeeze=False, height_ratios=[len(rows) for rows in values.values()])
+    axes = figure.subplots(
+        max(1, len(values)),
+        squeeze=False,
+        height_ratios=[len(rows) for rows in values.values()],
+    )
     for (name, rows), panel in zip(values.items(), axes[:, 0], strict=False):
         colors = {
-            last: f"C{index % 10}" for index, last in enumerate(dict.fromkeys(row[table.key[-1]] for row in rows))
+            last: f"C{index % 10}"
+            for index, last in enumerate(dict.fromkeys(row[table.key[-1]] for row in rows))
         }
-        panel.barh(range(len(rows)), [row[name] for row in rows], color=[colors[row[table.key[-1]]] for row in rows])
-        panel.set_yticks(range(len(rows)), [" ".join(row[key] for key in table.key) for row in rows], fontsize=8)
+        panel.barh(
+            range(len(rows)),
+            [row[name] for row in rows],
+            color=[colors[row[table.key[-1]]] for row in rows],
+        )
+        panel.set_yticks(
+            range(len(rows)),
+            [" ".join(row[key] for key in table.key) for row in rows],
+            fontsize=8,
+        )
         panel.set_ylim(len(rows) - 0.4, -0.6)
         panel.set_xlabel(name)
         panel.grid(axis="x", alpha=0.3)
         if max(row[name] for row in rows) > 20 * min(row[name] for row in rows):
             panel.set_xscale("log")
     shown = {"machine": "{}", "threads": "{} threads", "torch": "torch {}", "settings": "{}"}
-    title = ", ".join(form.format(table.header[name]) for name, form in shown.items() if name in table.header)
+    title = ", ".join(
+        form.format(table.header[name]) for name, form in shown.items() if name in table.header
+    )
     figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as temporary:

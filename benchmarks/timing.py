@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gw_detectron.progress import progress_bar
+from gw_detectron.workbench.progress import progress_bar
 
 #: untimed calls before the first timed one: libraries choose algorithms, kernels are compiled
 WARM_UP = 3
-_HEAD_START = 4_000_000  # cycles of a GPU, two milliseconds: longer than the host takes to launch a layer
+_HEAD_START = (
+    4_000_000  # cycles of a GPU, two milliseconds: longer than the host takes to launch a layer
+)
 _FLUSH_BYTES = 256 * 2**20  # larger than the last-level cache of any GPU
 
 
@@ -45,12 +47,18 @@ def time_alternating(
         The cells of a table by name: repeats, the 20 %, 50 % and 80 % quantiles in milliseconds and, on a GPU, the
         median time of the host.
     """
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if device.type == "cuda" else None
+    flush = (
+        torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+        if device.type == "cuda"
+        else None
+    )
     shuffle, names = random.Random(0), list(steps)
     elapsed: dict[str, list[Callable[[], float]]] = {name: [] for name in steps}
     host: dict[str, list[float]] = {name: [] for name in steps}
     collecting = gc.isenabled()
-    with progress_bar(desc=label, unit="run", total=(WARM_UP + repeats) * len(steps), leave=False) as bar:
+    with progress_bar(
+        desc=label, unit="run", total=(WARM_UP + repeats) * len(steps), leave=False
+    ) as bar:
         for step in steps.values():
             for _ in range(WARM_UP):
                 step.prepare()
@@ -63,7 +71,9 @@ def time_alternating(
                 for name in shuffle.sample(names, len(names)):
                     steps[name].prepare()
                     elapsed[name].append(
-                        _time_cpu(steps[name]) if flush is None else _time_cuda(steps[name], flush, host[name])
+                        _time_cpu(steps[name])
+                        if flush is None
+                        else _time_cuda(steps[name], flush, host[name])
                     )
                     bar.update()
         finally:

@@ -14,7 +14,12 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "benchmarks/*.md", "experiments/*.md")
-LINKED = ("configs/**/*.*", "experiments/small_batch/*.*", "experiments/real_images/**/*.*", "CITATION.cff")
+LINKED = (
+    "configs/**/*.*",
+    "experiments/small_batch/*.*",
+    "experiments/real_images/**/*.*",
+    "CITATION.cff",
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -23,9 +28,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
             files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
-    files.append(File.generated(config, "quickstart.md", content=_notebook_page(ROOT / "docs" / "quickstart.ipynb")))
+    files.append(
+        File.generated(
+            config, "quickstart.md", content=_notebook_page(ROOT / "docs" / "quickstart.ipynb")
+        )
+    )
     for module in re.findall(r"api/([\w.]+)\.md", json.dumps(config.nav)):
-        files.append(File.generated(config, f"api/{module}.md", content=f"# {module}\n\n::: {module}\n"))
+        files.append(
+            File.generated(config, f"api/{module}.md", content=f"# {module}\n\n::: {module}\n")
+        )
     return files
 
 
@@ -38,9 +49,17 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 def on_page_content(content: str, **_: object) -> str:
     """Write formulas as MathML, which browsers draw without scripts."""
-    content = re.sub(r"\\\((.+?)\\\)", lambda found: convert(html.unescape(found[1])), content, flags=re.DOTALL)
+    content = re.sub(
+        r"\\\((.+?)\\\)",
+        lambda found: convert(html.unescape(found[1])),
+        content,
+        flags=re.DOTALL,
+    )
     return re.sub(
-        r"\\\[(.+?)\\\]", lambda found: convert(html.unescape(found[1]), display="block"), content, flags=re.DOTALL
+        r"\\\[(.+?)\\\]",
+        lambda found: convert(html.unescape(found[1]), display="block"),
+        content,
+        flags=re.DOTALL,
     )
 
 

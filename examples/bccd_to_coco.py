@@ -18,37 +18,66 @@ from PIL import Image
 
 def convert(voc: Path, output: Path, max_side: int) -> None:
     (output / "images").mkdir(parents=True, exist_ok=True)
-    records = {path.stem: ElementTree.parse(path).getroot() for path in voc.glob("Annotations/*.xml")}
-    names = sorted({each.findtext("name", "") for root in records.values() for each in root.iter("object")})
+    records = {
+        path.stem: ElementTree.parse(path).getroot() for path in voc.glob("Annotations/*.xml")
+    }
+    names = sorted(
+        {each.findtext("name", "") for root in records.values() for each in root.iter("object")}
+    )
     categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
     if not records:
         raise SystemExit(f"{voc / 'Annotations'}: no .xml files")
     photos = {path.stem: path for path in sorted(voc.glob("JPEGImages/*"))}
-    lists = {path.stem: path.read_text().split() for path in sorted(voc.glob("ImageSets/Main/*.txt"))}
+    lists = {
+        path.stem: path.read_text().split() for path in sorted(voc.glob("ImageSets/Main/*.txt"))
+    }
     # beside train.txt, Pascal VOC has lists of each class, such as cat_train.txt with 1 or -1 after each name
-    lists = {split: listed for split, listed in lists.items() if not {"1", "-1"} & {*listed} - {*photos}}
+    lists = {
+        split: listed
+        for split, listed in lists.items()
+        if not {"1", "-1"} & {*listed} - {*photos}
+    }
     for split, listed in (lists or {"annotations": sorted(records)}).items():
         images, annotations = [], []
         for number, name in enumerate(listed, start=1):
             if name not in photos or name not in records:
-                raise SystemExit(f"{split}: {name} has no photo in JPEGImages, or no .xml in Annotations")
+                raise SystemExit(
+                    f"{split}: {name} has no photo in JPEGImages, or no .xml in Annotations"
+                )
             image, scale = _copy(photos[name], output / "images", max_side)
             images.append({"id": number, **image})
             for each in records[name].iter("object"):
-                box = [float(each.findtext(f"bndbox/{side}", "")) for side in ("xmin", "ymin", "xmax", "ymax")]
+                box = [
+                    float(each.findtext(f"bndbox/{side}", ""))
+                    for side in ("xmin", "ymin", "xmax", "ymax")
+                ]
                 # VOC counts pixels from 1, and its last pixel belongs to the box
-                x, y, right, bottom = (value * scale for value in (max(box[0] - 1, 0), max(box[1] - 1, 0), *box[2:]))
+                x, y, right, bottom = (
+                    value * scale
+                    for value in (max(box[0] - 1, 0), max(box[1] - 1, 0), *box[2:])
+                )
                 width, height = min(right, image["width"]) - x, min(bottom, image["height"]) - y
                 if width <= 0 or height <= 0:
-                    print(f"{name}: left out the box {box} of {each.findtext('name')}, which has no area")
+                    print(
+                        f"{name}: left out the box {box} of {each.findtext('name')}, which has no area"
+                    )
                     continue
-                found = {"id": len(annotations) + 1, "image_id": number, "bbox": [x, y, width, height]}
-                found |= {"category_id": 1 + names.index(each.findtext("name", "")), "area": width * height}
+                found = {
+                    "id": len(annotations) + 1,
+                    "image_id": number,
+                    "bbox": [x, y, width, height],
+                }
+                found |= {
+                    "category_id": 1 + names.index(each.findtext("name", "")),
+                    "area": width * height,
+                }
                 # VOC neither trains on nor counts difficult objects, as COCO with crowds
                 annotations.append(found | {"iscrowd": int(each.findtext("difficult", "0"))})
         content = {"images": images, "annotations": annotations, "categories": categories}
         (output / f"{split}.json").write_text(json.dumps(content))
-        print(f"{output / split}.json: {len(images)} images, {len(annotations)} boxes of {', '.join(names)}")
+        print(
+            f"{output / split}.json: {len(images)} images, {len(annotations)} boxes of {', '.join(names)}"
+        )
 
 
 def _copy(source: Path, folder: Path, max_side: int) -> tuple[dict, float]:
@@ -60,12 +89,22 @@ def _copy(source: Path, folder: Path, max_side: int) -> tuple[dict, float]:
             image.save(folder / source.name, quality=95)
         else:
             shutil.copyfile(source, folder / source.name)
-        return {"file_name": source.name, "width": image.width, "height": image.height}, image.width / width
+        return {
+            "file_name": source.name,
+            "width": image.width,
+            "height": image.height,
+        }, image.width / width
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("voc", type=Path, help="folder with Annotations, ImageSets and JPEGImages")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "voc", type=Path, help="folder with Annotations, ImageSets and JPEGImages"
+    )
     parser.add_argument("output", type=Path, help="folder to create")
-    parser.add_argument("--max-side", type=int, default=0, help="shrink larger images to this longer side")
+    parser.add_argument(
+        "--max-side", type=int, default=0, help="shrink larger images to this longer side"
+    )
     convert(**vars(parser.parse_args()))

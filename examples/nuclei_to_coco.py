@@ -25,13 +25,19 @@ def convert(source: Path, output: Path, max_side: int) -> None:
     for folder in sorted(masks.parent for masks in source.glob("*/masks")):
         paths = list(folder.glob("images/*.png"))
         if len(paths) != 1:
-            raise SystemExit(f"{folder}/images: {len(paths)} png files. Fix: keep the image of the masks.")
+            raise SystemExit(
+                f"{folder}/images: {len(paths)} png files. Fix: keep the image of the masks."
+            )
         with Image.open(paths[0]) as image:
             if image.mode[0] in "IF":  # convert would cut values off at 255
-                raise SystemExit(f"{paths[0]}: more than 8 bits (mode {image.mode}). Fix: scale its values to 8 bits.")
+                raise SystemExit(
+                    f"{paths[0]}: more than 8 bits (mode {image.mode}). Fix: scale its values to 8 bits."
+                )
             image = image.convert("RGB")  # without transparency
         image.thumbnail((max_side or image.width, max_side or image.height))
-        image.save(output / "images" / f"{folder.name}.png")  # several folders may have the same NAME
+        image.save(
+            output / "images" / f"{folder.name}.png"
+        )  # several folders may have the same NAME
         types[_type(np.asarray(image, dtype=float))].append((folder, image.size))
     train, val = [], []
     for name, folders in sorted(types.items()):
@@ -43,7 +49,14 @@ def convert(source: Path, output: Path, max_side: int) -> None:
     for split, folders in (("train", train), ("val", val)):
         images, annotations = [], []
         for number, (folder, (width, height)) in enumerate(folders, start=1):
-            images.append({"id": number, "file_name": f"{folder.name}.png", "width": width, "height": height})
+            images.append(
+                {
+                    "id": number,
+                    "file_name": f"{folder.name}.png",
+                    "width": width,
+                    "height": height,
+                }
+            )
             for mask_path in sorted(folder.glob("masks/*.png")):
                 with Image.open(mask_path) as mask:
                     mask = mask.convert("L")
@@ -53,8 +66,15 @@ def convert(source: Path, output: Path, max_side: int) -> None:
                     rle = coco_mask.encode(np.asfortranarray(pixels, dtype=np.uint8))
                     bbox, area = coco_mask.toBbox(rle).tolist(), int(coco_mask.area(rle))
                     rle = {"size": rle["size"], "counts": rle["counts"].decode()}
-                    found = {"id": len(annotations) + 1, "image_id": number, "category_id": 1, "iscrowd": 0}
-                    annotations.append(found | {"bbox": bbox, "area": area, "segmentation": rle})
+                    found = {
+                        "id": len(annotations) + 1,
+                        "image_id": number,
+                        "category_id": 1,
+                        "iscrowd": 0,
+                    }
+                    annotations.append(
+                        found | {"bbox": bbox, "area": area, "segmentation": rle}
+                    )
         categories = [{"id": 1, "name": "nucleus"}]
         content = {"images": images, "annotations": annotations, "categories": categories}
         (output / f"{split}.json").write_text(json.dumps(content))
@@ -69,8 +89,12 @@ def _type(pixels: np.ndarray) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path, help="folder with a folder for each image")
     parser.add_argument("output", type=Path, help="folder to create")
-    parser.add_argument("--max-side", type=int, default=0, help="shrink larger images to this longer side")
+    parser.add_argument(
+        "--max-side", type=int, default=0, help="shrink larger images to this longer side"
+    )
     convert(**vars(parser.parse_args()))

@@ -11,7 +11,12 @@ import sys
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    register_model,
+    resolve_pretrained_cfg,
+)
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
@@ -23,8 +28,18 @@ _NETWORKS: dict[str, dict[str, Any]] = {
     "gw_resnet34": {"block": BasicBlock, "layers": (3, 4, 6, 3)},
     "gw_resnet50": {"block": Bottleneck, "layers": (3, 4, 6, 3)},
     "gw_resnet101": {"block": Bottleneck, "layers": (3, 4, 23, 3)},
-    "gw_resnext50_32x4d": {"block": Bottleneck, "layers": (3, 4, 6, 3), "cardinality": 32, "base_width": 4},
-    "gw_resnext101_32x8d": {"block": Bottleneck, "layers": (3, 4, 23, 3), "cardinality": 32, "base_width": 8},
+    "gw_resnext50_32x4d": {
+        "block": Bottleneck,
+        "layers": (3, 4, 6, 3),
+        "cardinality": 32,
+        "base_width": 4,
+    },
+    "gw_resnext101_32x8d": {
+        "block": Bottleneck,
+        "layers": (3, 4, 23, 3),
+        "cardinality": 32,
+        "base_width": 8,
+    },
 }
 _CFG = {
     "num_classes": 1000,
@@ -42,16 +57,22 @@ _CFG = {
 def _tags(name: str) -> list[str]:
     """Return the tags of a network, the default first."""
     bottleneck = _NETWORKS[name]["block"] is Bottleneck
-    return sorted((tag for tag in _TAGS if bottleneck or tag != "s1_b3"), key=lambda tag: tag != "s1_b2")
+    return sorted(
+        (tag for tag in _TAGS if bottleneck or tag != "s1_b3"), key=lambda tag: tag != "s1_b2"
+    )
 
 
-default_cfgs = generate_default_cfgs({f"{name}.{tag}": _CFG for name in _NETWORKS for tag in _tags(name)})
+default_cfgs = generate_default_cfgs(
+    {f"{name}.{tag}": _CFG for name in _NETWORKS for tag in _tags(name)}
+)
 
 
 class GWResNet(ResNet):
     """timm's ResNet with the norm ``norm`` at ``positions``; "" leaves timm's own network."""
 
-    def __init__(self, *args: Any, positions: str = "S1-B2", norm: str = "GW", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, positions: str = "S1-B2", norm: str = "GW", **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         if positions:
             convert_norms(self, {positions: norm})
@@ -72,6 +93,8 @@ for _name in _NETWORKS:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        sys.exit("usage: python examples/timm_models.py train.py <arguments of timm's train.py>")
+        sys.exit(
+            "usage: python examples/timm_models.py train.py <arguments of timm's train.py>"
+        )
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -6,7 +6,9 @@ import argparse
 def parse_seed(text: str) -> int:
     """Parse a seed that torch and NumPy accept."""
     if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a seed. Fix: give a whole number from 0 to {2**32 - 1}.")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a seed. Fix: give a whole number from 0 to {2**32 - 1}."
+        )
     return int(text)
 
 
@@ -18,4 +20,6 @@ def add_random_arguments(parser: argparse.ArgumentParser, reduced: str) -> None:
 
 def add_reduced(parser: argparse.ArgumentParser, reduced: str) -> None:
     """Add ``--reduced``, which all experiments have."""
-    parser.add_argument("--reduced", action="store_true", help=f"seconds instead of minutes: {reduced}")
+    parser.add_argument(
+        "--reduced", action="store_true", help=f"seconds instead of minutes: {reduced}"
+    )

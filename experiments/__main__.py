@@ -8,7 +8,7 @@ import importlib
 
 from tabulate import tabulate
 
-from gw_detectron.cli import check_folder, errors_reported, new_parser
+from gw_detectron.workbench.console import check_folder, errors_reported, new_parser
 
 from .analysis_result import AnalysisResult
 
@@ -32,15 +32,21 @@ def get_parser() -> argparse.ArgumentParser:
     analyses = parser.add_subparsers(dest="analysis", required=True, metavar="ANALYSIS")
     for name, summary in ANALYSES.items():
         formatter = argparse.ArgumentDefaultsHelpFormatter
-        sub = analyses.add_parser(name, help=summary, description=summary, formatter_class=formatter)
-        sub.add_argument("--output", default="output/analysis", metavar="DIR", help="output folder")
+        sub = analyses.add_parser(
+            name, help=summary, description=summary, formatter_class=formatter
+        )
+        sub.add_argument(
+            "--output", default="output/analysis", metavar="DIR", help="output folder"
+        )
         importlib.import_module(f"experiments.{name}").add_arguments(sub)
     return parser
 
 
 def analyze(args: argparse.Namespace) -> AnalysisResult:
     """Run the analysis of the command line."""
-    options = {key: value for key, value in vars(args).items() if key not in ("analysis", "output")}
+    options = {
+        key: value for key, value in vars(args).items() if key not in ("analysis", "output")
+    }
     module = importlib.import_module(f"experiments.{args.analysis}")
     if options.pop("reduced", False):
         options |= module.REDUCED

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gw_detectron.atomic import atomic_write
-from gw_detectron.cli import check_folder
+from gw_detectron.workbench.console import check_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,7 +47,9 @@ class AnalysisResult:
         check_folder(folder)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        picture, table, notes = (folder / f"{self.name}.{suffix}" for suffix in ("png", "csv", "json"))
+        picture, table, notes = (
+            folder / f"{self.name}.{suffix}" for suffix in ("png", "csv", "json")
+        )
         with atomic_write(picture) as temporary:
             self.figure.savefig(temporary, format="png", dpi=110)
         with atomic_write(table) as temporary, open(temporary, "w", newline="") as file:

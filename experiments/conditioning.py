@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gw_detectron.errors import ConfigError
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.progress import progress_bar
+from gw_detectron.workbench.progress import progress_bar
 
 from . import add_random_arguments
 from .analysis_result import AnalysisResult, findings_of
@@ -45,8 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this experiment to its command."""
     parser.add_argument("--neurons", type=int, default=256, help="d")
     parser.add_argument("--examples", type=int, default=1024, help="m")
-    parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 3, 4], help="depths of the MLP")
-    parser.add_argument("--repeats", type=int, default=5, help="random networks; the median is shown")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=[1, 2, 3, 4], help="depths of the MLP"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="random networks; the median is shown"
+    )
     add_random_arguments(parser, "one and two layers, 1 repeat")
 
 
@@ -81,7 +85,9 @@ def analyze_conditioning(
     generator = torch.Generator().manual_seed(seed)
     groups = [g for g in range(1, neurons // 2 + 1) if neurons % g == 0]
     found: dict[tuple, list[tuple[float, ...]]] = {}
-    with progress_bar(total=repeats * len(layers) * 2, desc="conditioning", unit="layer") as bar:
+    with progress_bar(
+        total=repeats * len(layers) * 2, desc="conditioning", unit="layer"
+    ) as bar:
         for _ in range(repeats):
             for depth in layers:
                 for features, x in _activations(depth, neurons, examples, generator):
@@ -91,11 +97,20 @@ def analyze_conditioning(
                             found.setdefault(key, []).append(condition_numbers(matrix))
                     bar.update()
     rows = [
-        dict(zip(("layers", "features", "moment", "method", "groups"), key, strict=True)) | _medians(values)
+        dict(zip(("layers", "features", "moment", "method", "groups"), key, strict=True))
+        | _medians(values)
         for key, values in found.items()
     ]
-    settings = {"neurons": neurons, "examples": examples, "layers": list(layers), "repeats": repeats, "seed": seed}
-    return AnalysisResult("conditioning", settings, rows, _findings(rows, neurons), _draw(rows, settings))
+    settings = {
+        "neurons": neurons,
+        "examples": examples,
+        "layers": list(layers),
+        "repeats": repeats,
+        "seed": seed,
+    }
+    return AnalysisResult(
+        "conditioning", settings, rows, _findings(rows, neurons), _draw(rows, settings)
+    )
 
 
 def condition_numbers(moment: Tensor, percents: Iterable[int] = PERCENTS) -> tuple[float, ...]:
@@ -107,27 +122,38 @@ def condition_numbers(moment: Tensor, percents: Iterable[int] = PERCENTS) -> tup
     places = [max(1, round(percent / 100 * len(eigenvalues))) - 1 for percent in percents]
     largest = float(eigenvalues[0])
     smallest = [float(eigenvalues[place]) for place in places]
-    return tuple(largest / value if value > _ZERO * largest else float("inf") for value in smallest)
+    return tuple(
+        largest / value if value > _ZERO * largest else float("inf") for value in smallest
+    )
 
 
-def _activations(depth: int, d: int, m: int, generator: torch.Generator) -> list[tuple[str, Tensor]]:
+def _activations(
+    depth: int, d: int, m: int, generator: torch.Generator
+) -> list[tuple[str, Tensor]]:
     """Return the features of a random MLP on Gaussian inputs, before and after the last ReLU."""
     x = torch.randn(m, d, generator=generator, dtype=torch.float64)
     for _ in range(depth):
-        layer = torch.empty(d, d + 1, dtype=torch.float64).uniform_(-(d**-0.5), d**-0.5, generator=generator)
+        layer = torch.empty(d, d + 1, dtype=torch.float64).uniform_(
+            -(d**-0.5), d**-0.5, generator=generator
+        )
         before = F.linear(x, layer[:, :d], layer[:, d])
         x = before.relu()
     return [("before ReLU", before), ("after ReLU", x)]
 
 
-def _normalized(x: Tensor, groups: Iterable[int]) -> Iterable[tuple[tuple[str, int | None], Tensor]]:
+def _normalized(
+    x: Tensor, groups: Iterable[int]
+) -> Iterable[tuple[tuple[str, int | None], Tensor]]:
     yield ("Base", None), x
     yield ("BN", None), F.batch_norm(x, None, None, training=True, eps=_EPS)
     for g in groups:
         yield ("GN", g), F.group_norm(x, g, eps=_EPS)
         if g <= max_groups(x.shape[1], whiten=True):
             for method, solver in (("GW", "zca"), ("GW-ItN", "newton")):
-                yield (method, g), GroupWhitening2d(x.shape[1], g, eps=_EPS, affine=False, solver=solver)(x)
+                yield (
+                    (method, g),
+                    GroupWhitening2d(x.shape[1], g, eps=_EPS, affine=False, solver=solver)(x),
+                )
 
 
 def _moments(x: Tensor) -> Iterable[tuple[str, Tensor]]:
@@ -136,8 +162,13 @@ def _moments(x: Tensor) -> Iterable[tuple[str, Tensor]]:
 
 
 def _medians(values: list[tuple[float, ...]]) -> dict[str, float]:
-    columns = torch.tensor(values, dtype=torch.float64).quantile(0.5, dim=0, interpolation="lower")
-    return {f"kappa_{percent}%": float(f"{value:.6g}") for percent, value in zip(PERCENTS, columns, strict=True)}
+    columns = torch.tensor(values, dtype=torch.float64).quantile(
+        0.5, dim=0, interpolation="lower"
+    )
+    return {
+        f"kappa_{percent}%": float(f"{value:.6g}")
+        for percent, value in zip(PERCENTS, columns, strict=True)
+    }
 
 
 def _select(rows: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
@@ -149,11 +180,15 @@ def _findings(rows: Sequence[dict[str, Any]], neurons: int) -> dict[str, bool]:
     shown = _select(rows, **_SHOWN)
     better, growing, batch = [], [], []
     for depth in {row["layers"] for row in shown}:
-        curves = {method: _select(shown, layers=depth, method=method) for method in ("BN", "GN", "GW")}
+        curves = {
+            method: _select(shown, layers=depth, method=method) for method in ("BN", "GN", "GW")
+        }
         for percent in PERCENTS:
             key = f"kappa_{percent}%"
             # with more groups a sample's covariance is singular (Table 1, section 4.1)
-            gw = {row["groups"]: row[key] for row in curves["GW"] if row["groups"] ** 2 <= neurons}
+            gw = {
+                row["groups"]: row[key] for row in curves["GW"] if row["groups"] ** 2 <= neurons
+            }
             gn = {row["groups"]: row[key] for row in curves["GN"]}
             better += [gw[g] < gn[g] for g in gw if g > 1]
             growing += [curve[max(gw)] < curve[1] for curve in (gw, gn) if max(gw) > 1]
@@ -179,7 +214,12 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
         grid[1, column].set_xlabel("groups g")
     for axes in grid[:, 0]:
         axes.set_ylabel("condition number")
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(
+        *grid[0, 0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+    )
     figure.suptitle(
         rf"Conditioning of normalized activations, X in $R^{{{settings['neurons']} \times {settings['examples']}}}$; "
         "curves end where infinite, GW where infeasible"

@@ -17,11 +17,26 @@ from gw_detectron.errors import ConfigError, check_minimum
 from gw_detectron.model_zoo import get_config_file
 
 from .analysis_result import AnalysisResult, short_name
-from .feasibility import Constraints, batch_constraints, group_constraints, max_groups, min_columns
+from .feasibility import (
+    Constraints,
+    batch_constraints,
+    group_constraints,
+    max_groups,
+    min_columns,
+)
 from .norm_shapes import NormShape, norm_shapes
 
 _MODEL = get_config_file("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml")
-_COLUMNS = ("layer", "norm", "constraints", "variables", "ratio", "over_examples", "range", "remark")
+_COLUMNS = (
+    "layer",
+    "norm",
+    "constraints",
+    "variables",
+    "ratio",
+    "over_examples",
+    "range",
+    "remark",
+)
 _COLORS = {"GW": "tab:orange", "BW": "tab:purple", "GN": "tab:blue", "LN": "tab:cyan"}
 
 
@@ -32,7 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, default=1024, help="m of the table")
     add("--groups", type=int, default=16, help="g of the table")
     add("--examples", type=int, default=0, help="N, the size of a training set; 0: one batch")
-    add("--config-file", default=_MODEL, metavar="FILE", help="config of the model; '' leaves it out")
+    add(
+        "--config-file",
+        default=_MODEL,
+        metavar="FILE",
+        help="config of the model; '' leaves it out",
+    )
     add("--height", type=int, default=800, help="of the model's images, in pixels")
     add("--width", type=int, default=1333, help="of the model's images, in pixels")
     add("--images", type=int, default=2, help="images per GPU")
@@ -56,12 +76,19 @@ def analyze_constraints(
     Raises:
         ConfigError: a number is out of range, or the batch size does not divide the examples.
     """
-    for name, value in (("batch_size", batch_size), ("height", height), ("width", width), ("images", images)):
+    for name, value in (
+        ("batch_size", batch_size),
+        ("height", height),
+        ("width", width),
+        ("images", images),
+    ):
         check_minimum(name, value)
     check_minimum("examples", examples, 0)
     examples = examples or batch_size
     if examples % batch_size:
-        raise ConfigError(f"examples ({examples}): not a multiple of batch_size={batch_size}. Fix: give a multiple.")
+        raise ConfigError(
+            f"examples ({examples}): not a multiple of batch_size={batch_size}. Fix: give a multiple."
+        )
     settings = {
         "neurons": neurons,
         "batch_size": batch_size,
@@ -77,9 +104,15 @@ def analyze_constraints(
         setting = f"d={neurons}, m={batch_size}" + f", g={groups}" * (method[0] == "G")
         number = found.number * (examples // batch_size)
         rows.append(_row(setting, method, found, over_examples=number, range=allowed))
-    layers = norm_shapes(read_config(config_file, list(opts)), height, width, images) if config_file else []
+    layers = (
+        norm_shapes(read_config(config_file, list(opts)), height, width, images)
+        if config_file
+        else []
+    )
     rows += [_layer_row(layer) for layer in layers]
-    return AnalysisResult("constraints", settings, rows, _findings(table, layers), _draw(layers, settings))
+    return AnalysisResult(
+        "constraints", settings, rows, _findings(table, layers), _draw(layers, settings)
+    )
 
 
 def _table(d: int, m: int, g: int) -> dict[str, tuple[Constraints, str]]:
@@ -95,7 +128,11 @@ def _table(d: int, m: int, g: int) -> dict[str, tuple[Constraints, str]]:
 def _row(layer: str, norm: str, found: Constraints | None, **more: Any) -> dict[str, Any]:
     row = dict.fromkeys(_COLUMNS) | {"layer": layer, "norm": norm}
     if found is not None:
-        row |= {"constraints": found.number, "variables": found.variables, "remark": found.remark}
+        row |= {
+            "constraints": found.number,
+            "variables": found.variables,
+            "remark": found.remark,
+        }
         row["ratio"] = float(f"{found.ratio:.4g}")
     return row | more
 
@@ -109,20 +146,28 @@ def _layer_row(layer: NormShape) -> dict[str, Any]:
     return _row(layer.layer, layer.spec, found, range=allowed)
 
 
-def _findings(table: Mapping[str, tuple[Constraints, str]], layers: Sequence[NormShape]) -> dict[str, bool]:
+def _findings(
+    table: Mapping[str, tuple[Constraints, str]], layers: Sequence[NormShape]
+) -> dict[str, bool]:
     bn, bw, gn, gw = (table[method][0].number for method in ("BN", "BW", "GN", "GW"))
     findings = {"whitening puts more constraints than standardizing": bw > bn and gw >= gn}
     known = [layer.constraints for layer in layers if layer.constraints is not None]
     if known:
-        findings["every layer of the model is feasible"] = all(found.feasible for found in known)
+        findings["every layer of the model is feasible"] = all(
+            found.feasible for found in known
+        )
         findings["every layer of the model is stable"] = all(found.stable for found in known)
     return findings
 
 
 def _draw(layers: Sequence[NormShape], settings: dict[str, Any]) -> Figure:
-    known = [(layer, layer.constraints.ratio) for layer in layers if layer.constraints is not None]
+    known = [
+        (layer, layer.constraints.ratio) for layer in layers if layer.constraints is not None
+    ]
     rows = 2 if known else 1
-    figure = Figure(figsize=(max(11.0, 2.2 + 0.2 * len(known)), 4.6 * rows), layout="constrained")
+    figure = Figure(
+        figsize=(max(11.0, 2.2 + 0.2 * len(known)), 4.6 * rows), layout="constrained"
+    )
     parts = figure.subfigures(rows, 1, squeeze=False)[:, 0]
     _draw_table(parts[0].subplots(1, 2), settings["neurons"])
     if known:
@@ -140,10 +185,14 @@ def _draw_table(panels: Sequence[Axes], d: int) -> None:
         for method, whiten in (("GN", False), ("GW", True))
     }
     batch_curves = {
-        f"{method}, feasible for m >= {min_columns(width)}": [batch_constraints(d, m, width).ratio for m in batches]
+        f"{method}, feasible for m >= {min_columns(width)}": [
+            batch_constraints(d, m, width).ratio for m in batches
+        ]
         for method, width in (("BN", 1), ("BW", d))
     }
-    for axes, places, curves in zip(panels, (groups, batches), (group_curves, batch_curves), strict=True):
+    for axes, places, curves in zip(
+        panels, (groups, batches), (group_curves, batch_curves), strict=True
+    ):
         for label, ratios in curves.items():
             axes.plot(places, ratios, "o-", label=label)
         axes.set_xscale("log", base=2)
@@ -153,21 +202,34 @@ def _draw_table(panels: Sequence[Axes], d: int) -> None:
     panels[1].set(title=f"d = {d} neurons, over the batch", xlabel="batch size m")
 
 
-def _draw_layers(axes: Axes, layers: Sequence[tuple[NormShape, float]], settings: dict[str, Any]) -> None:
+def _draw_layers(
+    axes: Axes, layers: Sequence[tuple[NormShape, float]], settings: dict[str, Any]
+) -> None:
     kinds = [layer.spec.partition(":")[0] for layer, _ in layers]
     for kind in dict.fromkeys(kinds):
         places = [place for place, other in enumerate(kinds) if other == kind]
         ratios = [layers[place][1] for place in places]
         axes.plot(places, ratios, "o", color=_COLORS.get(kind, "0.45"), label=kind)
-    axes.set_xticks(range(len(layers)), [short_name(layer.layer) for layer, _ in layers], rotation=90, fontsize=7)
+    axes.set_xticks(
+        range(len(layers)),
+        [short_name(layer.layer) for layer, _ in layers],
+        rotation=90,
+        fontsize=7,
+    )
     axes.set_xlim(-1, len(layers))
-    axes.set_title("Layers of the model, {images} images of {height} x {width} per GPU".format(**settings))
+    axes.set_title(
+        "Layers of the model, {images} images of {height} x {width} per GPU".format(**settings)
+    )
     _mark_infeasible(axes, [ratio for _, ratio in layers])
 
 
 def _mark_infeasible(axes: Axes, ratios: Sequence[float]) -> None:
     axes.axhline(1, color="tab:red", linewidth=1.2)
     axes.axhspan(1, 1e9, color="tab:red", alpha=0.08, label="infeasible")
-    axes.set(yscale="log", ylim=(min(ratios) / 3, max(*ratios, 3) * 3), ylabel="constraints / variables")
+    axes.set(
+        yscale="log",
+        ylim=(min(ratios) / 3, max(*ratios, 3) * 3),
+        ylabel="constraints / variables",
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)

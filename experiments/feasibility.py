@@ -101,7 +101,9 @@ def group_constraints(d: int, m: int, groups: int, whiten: bool) -> Constraints:
     Source: Group Whitening, Table 1; supplement, Eqs. 10, 14-15.
     """
     if d % groups:
-        raise ConfigError(f"groups ({groups}): does not divide {d} neurons. Fix: give a divisor of {d}.")
+        raise ConfigError(
+            f"groups ({groups}): does not divide {d} neurons. Fix: give a divisor of {d}."
+        )
     number = m * (_equations(groups) if whiten else groups * _equations(1))
     return Constraints(number, m * d, groups if whiten else 1, d // groups)
 

@@ -52,7 +52,9 @@ def norm_shapes(cfg: CfgNode, height: int, width: int, images: int) -> list[Norm
             part(*arguments)
     found = ((row, shapes.get(row.layer)) for row in rows)
     return [
-        NormShape(row.layer, row.spec, shape, _constraints(model.get_submodule(row.layer), shape))
+        NormShape(
+            row.layer, row.spec, shape, _constraints(model.get_submodule(row.layer), shape)
+        )
         for row, shape in found
     ]
 
@@ -63,7 +65,9 @@ def _record(shapes: dict[str, tuple[int, ...]], name: str, x: Tensor, **_: Any) 
     return x
 
 
-def _heads(model: Any, features: dict[str, Tensor], images: int, cfg: CfgNode) -> Iterator[tuple[Any, tuple]]:
+def _heads(
+    model: Any, features: dict[str, Tensor], images: int, cfg: CfgNode
+) -> Iterator[tuple[Any, tuple]]:
     """Yield the heads that hold norm layers, with their inputs."""
     dense: Any = getattr(model, "head", None)
     if _has_norms(dense):
@@ -81,7 +85,9 @@ def _heads(model: Any, features: dict[str, Tensor], images: int, cfg: CfgNode) -
     foreground = max(images, int(regions * cfg.MODEL.ROI_HEADS.POSITIVE_FRACTION))
     if hasattr(roi_heads, "res5"):  # the backbone ends at res4
         level = features[roi_heads.in_features[0]]
-        shared = roi_heads.res5(level.new_empty(regions, level.shape[1], *roi_heads.pooler.output_size))
+        shared = roi_heads.res5(
+            level.new_empty(regions, level.shape[1], *roi_heads.pooler.output_size)
+        )
         if _has_norms(getattr(roi_heads, "mask_head", None)):
             yield roi_heads.mask_head.layers, (shared[:foreground],)
         return
@@ -90,8 +96,13 @@ def _heads(model: Any, features: dict[str, Tensor], images: int, cfg: CfgNode) -
         if _has_norms(head):
             level = features[getattr(roi_heads, f"{kind}_in_features")[0]]
             size = getattr(roi_heads, f"{kind}_pooler").output_size
-            for stage in head if isinstance(head, nn.ModuleList) else [head]:  # a cascade has several
-                yield getattr(stage, "layers", stage), (level.new_empty(count, level.shape[1], *size),)
+            for stage in (
+                head if isinstance(head, nn.ModuleList) else [head]
+            ):  # a cascade has several
+                yield (
+                    getattr(stage, "layers", stage),
+                    (level.new_empty(count, level.shape[1], *size),),
+                )
 
 
 def _has_norms(part: Any) -> bool:
@@ -99,13 +110,26 @@ def _has_norms(part: Any) -> bool:
 
 
 def _constraints(layer: Any, shape: tuple[int, ...] | None) -> Constraints | None:
-    if shape is None or 0 in shape or isinstance(layer, (FrozenBatchNorm2d, FrozenBatchWhitening2d)):
+    if (
+        shape is None
+        or 0 in shape
+        or isinstance(layer, (FrozenBatchNorm2d, FrozenBatchWhitening2d))
+    ):
         return None
     samples, channels = shape[:2]
     pixels = torch.Size(shape[2:]).numel()
-    whitens = isinstance(layer, (GroupWhitening2d, BatchWhitening2d)) and layer.solver.name != "standardize"
+    whitens = (
+        isinstance(layer, (GroupWhitening2d, BatchWhitening2d))
+        and layer.solver.name != "standardize"
+    )
     if isinstance(layer, (GroupWhitening2d, nn.GroupNorm)):
         return group_constraints(channels * pixels, samples, layer.num_groups, whitens)
-    if getattr(layer, "running_mean", None) is not None:  # every layer that normalizes over the batch has one
-        return batch_constraints(channels, samples * pixels, layer.channels_per_group if whitens else 1)
-    return group_constraints(channels, samples * pixels, 1, whiten=False)  # LN: one group per pixel
+    if (
+        getattr(layer, "running_mean", None) is not None
+    ):  # every layer that normalizes over the batch has one
+        return batch_constraints(
+            channels, samples * pixels, layer.channels_per_group if whitens else 1
+        )
+    return group_constraints(
+        channels, samples * pixels, 1, whiten=False
+    )  # LN: one group per pixel

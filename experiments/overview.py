@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gw_detectron import GroupWhitening2d
 from gw_detectron.atomic import atomic_write
-from gw_detectron.data import synthetic_images
+from gw_detectron.workbench.dataset import synthetic_images
 
 from .small_batch import RESULTS, scored
 
@@ -27,7 +27,8 @@ def features() -> Tensor:
     """Compute feature maps of an image by two random convolutions."""
     torch.manual_seed(0)
     pixels = torch.frombuffer(
-        bytearray(synthetic_images(1)[0].convert("RGB").resize((128, 128)).tobytes()), dtype=torch.uint8
+        bytearray(synthetic_images(1)[0].convert("RGB").resize((128, 128)).tobytes()),
+        dtype=torch.uint8,
     )
     x = pixels.reshape(1, 128, 128, 3).permute(0, 3, 1, 2) / 255
     return nn.Sequential(nn.Conv2d(3, 64, 7, 2), nn.ReLU(), nn.Conv2d(64, 64, 3))(x).detach()
@@ -57,10 +58,17 @@ def draw(results: Path) -> pyplot.Figure:
     for place, (norm, color) in enumerate(COLORS.items()):
         for index, batch in enumerate((1, 2, 4, 8)):
             values = scored(norm, batch, results).values()
-            bar = axis.bar(index + 0.27 * (place - 1), sum(values) / len(values), 0.25, color=color)
+            bar = axis.bar(
+                index + 0.27 * (place - 1), sum(values) / len(values), 0.25, color=color
+            )
             axis.bar_label(bar, fmt="%.0f", fontsize=8)
         axis.bar(0, 0, color=color, label=norm)
-    axis.set(xticks=range(4), xticklabels=["1 image", "2", "4", "8 per batch"], ylabel="box AP", yticks=[])
+    axis.set(
+        xticks=range(4),
+        xticklabels=["1 image", "2", "4", "8 per batch"],
+        ylabel="box AP",
+        yticks=[],
+    )
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.legend(frameon=False, ncols=3, loc="upper right")
     right.suptitle("A small detector after 4,000 images")

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from gw_detectron.errors import ConfigError
-from gw_detectron.progress import progress_bar
+from gw_detectron.workbench.progress import progress_bar
 
 from . import add_reduced, trained_detector
 from .analysis_result import AnalysisResult, findings_of
@@ -28,7 +28,14 @@ REDUCED = {"batches": [1, 2], "images": 4}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this experiment to its command."""
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="images per batch")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        metavar="N",
+        help="images per batch",
+    )
     trained_detector.add_arguments(parser)
     add_reduced(parser, "1 and 2 images per batch, 4 images")
 
@@ -50,7 +57,9 @@ def analyze_padding(
         Other errors: see :func:`experiments.trained_detector.load_detector`.
     """
     if not batches or min(batches) < 1:
-        raise ConfigError(f"batches ({list(batches)}): expected positive numbers. Fix: give 1 or more.")
+        raise ConfigError(
+            f"batches ({list(batches)}): expected positive numbers. Fix: give 1 or more."
+        )
     model, examples = load_detector(config_file, weights, images)
     tensors = [example.image for example in examples]
     rows: list[dict[str, Any]] = []
@@ -62,14 +71,18 @@ def analyze_padding(
             detections += detect(model, group)
             shares.append(_padding(model, group))
             differences += _differences(model, group)
-        levels = {name: statistics.mean(each[name] for each in differences) for name in differences[0]}
+        levels = {
+            name: statistics.mean(each[name] for each in differences) for name in differences[0]
+        }
         rows.append(
             {"batch": batch, "padding": round(statistics.mean(shares), 3)}
             | {name: round(value, 4) for name, value in levels.items()}
             | {"AP": round(box_ap(examples, detections), 2)}
         )
     aps = [row["AP"] for row in rows]
-    findings = findings_of({f"AP changes by less than {MOST:g} with the batch": [max(aps) - min(aps) < MOST]})
+    findings = findings_of(
+        {f"AP changes by less than {MOST:g} with the batch": [max(aps) - min(aps) < MOST]}
+    )
     settings = {"config": config_file, "weights": weights, "images": len(examples)}
     return AnalysisResult("padding", settings, rows, findings, _draw(rows))
 
@@ -87,7 +100,9 @@ def _features(model: Any, group: Sequence[Tensor]) -> Iterator[dict[str, Tensor]
     maps = model.backbone(images.tensor)
     for index, (height, width) in enumerate(images.image_sizes):
         yield {
-            name: maps[name][index, :, : -(-height // shape.stride), : -(-width // shape.stride)]
+            name: maps[name][
+                index, :, : -(-height // shape.stride), : -(-width // shape.stride)
+            ]
             for name, shape in model.backbone.output_shape().items()
         }
 
@@ -95,7 +110,10 @@ def _features(model: Any, group: Sequence[Tensor]) -> Iterator[dict[str, Tensor]
 def _differences(model: nn.Module, group: Sequence[Tensor]) -> Iterator[dict[str, float]]:
     for image, together in zip(group, _features(model, group), strict=True):
         (alone,) = _features(model, [image])
-        yield {name: float((together[name] - alone[name]).norm() / alone[name].norm()) for name in alone}
+        yield {
+            name: float((together[name] - alone[name]).norm() / alone[name].norm())
+            for name in alone
+        }
 
 
 def _draw(rows: Sequence[dict[str, Any]]) -> Figure:
@@ -106,7 +124,11 @@ def _draw(rows: Sequence[dict[str, Any]]) -> Figure:
         features.plot(batches, [row[name] for row in rows], "o-", label=name)
     features.plot(batches, [row["padding"] for row in rows], "k--", label="share of padding")
     ap.plot(batches, [row["AP"] for row in rows], "o-")
-    features.set(title="Difference of features from those of single images", xlabel="images per batch", ylim=(0, None))
+    features.set(
+        title="Difference of features from those of single images",
+        xlabel="images per batch",
+        ylim=(0, None),
+    )
     ap.set(title="Box AP", xlabel="images per batch", ylim=(0, 100))
     features.legend(fontsize=8)
     for axes in (features, ap):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from gw_detectron.errors import ConfigError
 from gw_detectron.ops.solvers import Solver
-from gw_detectron.progress import progress_bar
+from gw_detectron.workbench.progress import progress_bar
 
 from . import add_random_arguments
 from .analysis_result import AnalysisResult
@@ -41,7 +41,9 @@ REDUCED = {"neurons": 40, "examples": 600, "steps": 100}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this experiment to its command."""
-    parser.add_argument("--depths", type=int, nargs="+", default=[2, 4], help="layers of the MLPs")
+    parser.add_argument(
+        "--depths", type=int, nargs="+", default=[2, 4], help="layers of the MLPs"
+    )
     parser.add_argument("--neurons", type=int, default=100, help="of every hidden layer")
     parser.add_argument("--examples", type=int, default=2000, help="in the training set")
     parser.add_argument("--steps", type=int, default=200, help="of gradient descent")
@@ -77,7 +79,13 @@ def analyze_swapping(
     Raises:
         ConfigError: a number is out of range.
     """
-    if min(depths, default=0) < 2 or neurons < 2 or steps < 2 or examples < _CLASSES or not 0 <= batch_size <= examples:
+    if (
+        min(depths, default=0) < 2
+        or neurons < 2
+        or steps < 2
+        or examples < _CLASSES
+        or not 0 <= batch_size <= examples
+    ):
         raise ConfigError(
             f"depths={list(depths)}, neurons={neurons}, steps={steps}, examples={examples}, batch_size={batch_size}: "
             f"out of range. Fix: give 2 or more layers, neurons and steps, {_CLASSES} or more examples, and a batch of "
@@ -85,7 +93,9 @@ def analyze_swapping(
         )
     x, y = _clouds(examples, neurons, seed)
     rows: list[dict[str, Any]] = []
-    with progress_bar(total=len(depths) * len(METHODS) * len(RATES), desc="swapping", unit="run") as bar:
+    with progress_bar(
+        total=len(depths) * len(METHODS) * len(RATES), desc="swapping", unit="run"
+    ) as bar:
         for depth in depths:
             for method in METHODS:
                 runs = []
@@ -113,7 +123,9 @@ def analyze_swapping(
         "batch_size": batch_size,
         "seed": seed,
     }
-    return AnalysisResult("swapping", settings, rows, _findings(rows, depths), _draw(rows, settings))
+    return AnalysisResult(
+        "swapping", settings, rows, _findings(rows, depths), _draw(rows, settings)
+    )
 
 
 class WhitenedMLP(nn.Module):
@@ -157,7 +169,13 @@ class WhitenedMLP(nn.Module):
 
 
 def train(
-    network: WhitenedMLP, x: Tensor, y: Tensor, rate: float, steps: int, batch_size: int, seed: int
+    network: WhitenedMLP,
+    x: Tensor,
+    y: Tensor,
+    rate: float,
+    steps: int,
+    batch_size: int,
+    seed: int,
 ) -> tuple[list[float], list[float | None]]:
     """Train by gradient descent until all steps are done or the loss is not finite.
 
@@ -171,7 +189,11 @@ def train(
     before = None
     optimizer = torch.optim.SGD(network.parameters(), lr=rate)
     for _ in range(steps):
-        batch = torch.randperm(len(x), generator=generator)[:batch_size] if batch_size else torch.arange(len(x))
+        batch = (
+            torch.randperm(len(x), generator=generator)[:batch_size]
+            if batch_size
+            else torch.arange(len(x))
+        )
         loss = F.cross_entropy(network(x[batch]), y[batch])
         losses.append(float(loss.detach()))
         after = network.first_layer(x, x[batch])
@@ -216,10 +238,16 @@ def _last(losses: Sequence[float]) -> float:
 
 def _findings(rows: Sequence[dict[str, Any]], depths: Sequence[int]) -> dict[str, bool]:
     def losses(depth: int, method: str) -> list[float]:
-        return [row["loss"] for row in rows if (row["layers"], row["method"]) == (depth, method)]
+        return [
+            row["loss"] for row in rows if (row["layers"], row["method"]) == (depth, method)
+        ]
 
     def swaps(method: str) -> float:
-        parts = [row["swapped"] for row in rows if row["method"] == method and row["swapped"] is not None]
+        parts = [
+            row["swapped"]
+            for row in rows
+            if row["method"] == method and row["swapped"] is not None
+        ]
         return sum(parts) / len(parts)
 
     guessing = math.log(_CLASSES)
@@ -254,12 +282,24 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
             steps, losses = [row["step"] for row in chosen], [row["loss"] for row in chosen]
             panel.plot(steps, losses, color=_COLORS[method], linewidth=1.6, label=label)
         panel.axhline(math.log(_CLASSES), color="0.7", linestyle=":", label="guessing")
-        panel.set(title=f"{depth}-layer MLP", xlabel="step", ylabel="training loss", yscale="log")
+        panel.set(
+            title=f"{depth}-layer MLP", xlabel="step", ylabel="training loss", yscale="log"
+        )
     for method, label in reversed(METHODS.items()):
-        chosen = [row for row in rows if (row["layers"], row["method"]) == (max(settings["depths"]), method)]
+        chosen = [
+            row
+            for row in rows
+            if (row["layers"], row["method"]) == (max(settings["depths"]), method)
+        ]
         points = [(row["step"], row["swapped"]) for row in chosen if row["swapped"] is not None]
         dashes = "--" if method == "plain" else "-"  # ZCA's curve, also 0, covers it
-        axes[-1].plot(*zip(*points, strict=True), dashes, color=_COLORS[method], linewidth=1.2, label=label)
+        axes[-1].plot(
+            *zip(*points, strict=True),
+            dashes,
+            color=_COLORS[method],
+            linewidth=1.2,
+            label=label,
+        )
     axes[-1].set(
         title=f"{max(settings['depths'])}-layer MLP, first hidden layer",
         xlabel="step",
@@ -270,7 +310,9 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
     batch = f"batches of {settings['batch_size']}" if settings["batch_size"] else "full batch"
-    below.suptitle(f"Gradient descent, {batch}, best of the learning rates {', '.join(f'{r:g}' for r in RATES)}")
+    below.suptitle(
+        f"Gradient descent, {batch}, best of the learning rates {', '.join(f'{r:g}' for r in RATES)}"
+    )
     return figure
 
 
@@ -280,7 +322,12 @@ def _draw_two_batches(figure: Any, seed: int) -> None:
     turn = torch.tensor([[math.cos(0.6), math.sin(0.6)], [-math.sin(0.6), math.cos(0.6)]])
     leg = torch.linspace(0, 1, 16)
     # an L shape, which shows which axis is which
-    shared = torch.cat((torch.stack((3 * leg - 1, 0 * leg - 0.7), 1), torch.stack((0 * leg - 1, 1.4 * leg - 0.7), 1)))
+    shared = torch.cat(
+        (
+            torch.stack((3 * leg - 1, 0 * leg - 0.7), 1),
+            torch.stack((0 * leg - 1, 1.4 * leg - 0.7), 1),
+        )
+    )
     axes = figure.subplots(1, 6)
     for column, spread in enumerate(((2.4, 0.5), (0.5, 2.4))):
         other = torch.randn(48, 2, generator=generator)
@@ -292,12 +339,24 @@ def _draw_two_batches(figure: Any, seed: int) -> None:
         vectors = torch.linalg.eigh(covariance).eigenvectors
         for order, place in enumerate((1, 0), start=1):
             direction = vectors[:, place] * vectors[0, place].sign()
-            axes[column].annotate("", 3.6 * direction, (0, 0), arrowprops={"arrowstyle": "->", "linewidth": 1.6})
-            axes[column].annotate(f"$d_{order}$", 4.4 * direction, ha="center", va="center", fontsize=12)
+            axes[column].annotate(
+                "", 3.6 * direction, (0, 0), arrowprops={"arrowstyle": "->", "linewidth": 1.6}
+            )
+            axes[column].annotate(
+                f"$d_{order}$", 4.4 * direction, ha="center", va="center", fontsize=12
+            )
         for place, name in ((2, "pca"), (4, "zca")):
             whitened = centered @ Solver(name)(covariance).T
-            _draw_points(axes[place + column], f"{name.upper()}, batch {column + 1}", whitened, len(shared), 3.2)
-    figure.suptitle("Two batches that share the blue points: PCA whitening swaps their axes, ZCA whitening does not")
+            _draw_points(
+                axes[place + column],
+                f"{name.upper()}, batch {column + 1}",
+                whitened,
+                len(shared),
+                3.2,
+            )
+    figure.suptitle(
+        "Two batches that share the blue points: PCA whitening swaps their axes, ZCA whitening does not"
+    )
 
 
 def _draw_points(axes: Axes, title: str, points: Tensor, shared: int, limit: float) -> None:

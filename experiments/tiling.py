@@ -1,7 +1,7 @@
 """Measure a trained detector on large images in tiles: box AP and time, by the statistics that its norms have.
 
-Images are detected whole and in tiles (:class:`gw_detectron.prediction.TiledPredictor`). In tiles, per-sample norms
-have the statistics of
+Images are detected whole and in tiles (:class:`gw_detectron.workbench.predict.TiledPredictor`). In tiles, per-sample
+norms have the statistics of
 
 - ``tile``: each tile.
 - ``image``: the image, as shipped: gathered from windows of 1600 pixels, so here from the whole image.
@@ -24,12 +24,12 @@ from detectron2.data import Metadata
 from detectron2.structures import Boxes, Instances
 from matplotlib.figure import Figure
 
-from gw_detectron.data.images import channels_first
 from gw_detectron.errors import ConfigError
 from gw_detectron.layers import ImageStatistics
-from gw_detectron.prediction import Predictor, TiledPredictor
-from gw_detectron.prediction.tiles import Window
-from gw_detectron.progress import progress_bar
+from gw_detectron.workbench.images.reading import channels_first
+from gw_detectron.workbench.predict import Predictor, TiledPredictor
+from gw_detectron.workbench.predict.tiles import Window
+from gw_detectron.workbench.progress import progress_bar
 
 from . import add_reduced, trained_detector
 from .analysis_result import AnalysisResult, findings_of
@@ -40,8 +40,16 @@ REDUCED = {"images": 4}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this experiment to its command."""
-    parser.add_argument("--tile", type=int, default=128, metavar="N", help="side of a tile, in the detector's pixels")
-    parser.add_argument("--overlap", type=int, default=32, metavar="N", help="pixels that tiles share")
+    parser.add_argument(
+        "--tile",
+        type=int,
+        default=128,
+        metavar="N",
+        help="side of a tile, in the detector's pixels",
+    )
+    parser.add_argument(
+        "--overlap", type=int, default=32, metavar="N", help="pixels that tiles share"
+    )
     trained_detector.add_arguments(parser)
     add_reduced(parser, "4 images")
 
@@ -78,8 +86,16 @@ def analyze_tiling(
         ways["SAHI"] = _sahi(predictor, tile, overlap)
     rows = [_measure(name, way, examples) for name, way in ways.items()]
     ap = {row["statistics"]: row["AP"] for row in rows}
-    findings = findings_of({"statistics of the image raise the AP in tiles": [ap["image"] > ap["tile"]]})
-    settings = {"config": config_file, "weights": weights, "images": len(examples), "tile": tile, "overlap": overlap}
+    findings = findings_of(
+        {"statistics of the image raise the AP in tiles": [ap["image"] > ap["tile"]]}
+    )
+    settings = {
+        "config": config_file,
+        "weights": weights,
+        "images": len(examples),
+        "tile": tile,
+        "overlap": overlap,
+    }
     return AnalysisResult("tiling", settings, rows, findings, _draw(rows))
 
 
@@ -87,12 +103,18 @@ class _Native(Predictor):
     """Takes images as an ``Example`` has them: resized, in the channel order of the model."""
 
     def input(self, image: np.ndarray, scale: float | None = None) -> dict[str, Any]:
-        return {"image": channels_first(image), "height": image.shape[0], "width": image.shape[1]}
+        return {
+            "image": channels_first(image),
+            "height": image.shape[0],
+            "width": image.shape[1],
+        }
 
 
 class _Windows(TiledPredictor):
     def measured_windows(self, image: np.ndarray, scale: float) -> list[Window]:
-        return super().measured_windows(image, np.inf)  # a scale that leaves no window larger than a tile
+        return super().measured_windows(
+            image, np.inf
+        )  # a scale that leaves no window larger than a tile
 
 
 class _Shrunk(TiledPredictor):
@@ -115,33 +137,64 @@ def _sahi(predictor: Predictor, tile: int, overlap: int) -> Callable[[np.ndarray
         def perform_inference(self, image: np.ndarray) -> None:
             self._original_predictions = {"instances": self.model(image)}
 
-    names = {str(index): name for index, name in enumerate(predictor.metadata.get("thing_classes", []))} or None
-    model = Model(model=predictor, confidence_threshold=predictor.score_threshold, category_mapping=names)
+    names = {
+        str(index): name
+        for index, name in enumerate(predictor.metadata.get("thing_classes", []))
+    } or None
+    model = Model(
+        model=predictor, confidence_threshold=predictor.score_threshold, category_mapping=names
+    )
 
     def predict(image: np.ndarray) -> Instances:
-        options = {"overlap_height_ratio": overlap / tile, "overlap_width_ratio": overlap / tile, "verbose": 0}
+        options = {
+            "overlap_height_ratio": overlap / tile,
+            "overlap_width_ratio": overlap / tile,
+            "verbose": 0,
+        }
         options |= {"slice_height": tile, "slice_width": tile, "perform_standard_pred": False}
-        objects = get_sliced_prediction(image.astype(np.uint8), model, **options).object_prediction_list
-        found = Instances(image.shape[:2], scores=torch.tensor([each.score.value for each in objects]))
-        found.pred_boxes = Boxes(torch.tensor([each.bbox.to_xyxy() for each in objects]).reshape(-1, 4))
-        found.pred_classes = torch.tensor([each.category.id for each in objects], dtype=torch.long)
+        objects = get_sliced_prediction(
+            image.astype(np.uint8), model, **options
+        ).object_prediction_list
+        found = Instances(
+            image.shape[:2], scores=torch.tensor([each.score.value for each in objects])
+        )
+        found.pred_boxes = Boxes(
+            torch.tensor([each.bbox.to_xyxy() for each in objects]).reshape(-1, 4)
+        )
+        found.pred_classes = torch.tensor(
+            [each.category.id for each in objects], dtype=torch.long
+        )
         return found
 
     return predict
 
 
-def _measure(name: str, way: Callable[[np.ndarray], Instances], examples: list[Example]) -> dict[str, Any]:
+def _measure(
+    name: str, way: Callable[[np.ndarray], Instances], examples: list[Example]
+) -> dict[str, Any]:
     begin = time.perf_counter()
-    found = [way(example.image.permute(1, 2, 0).numpy()) for example in progress_bar(examples, desc=name, unit="image")]
+    found = [
+        way(example.image.permute(1, 2, 0).numpy())
+        for example in progress_bar(examples, desc=name, unit="image")
+    ]
     seconds = (time.perf_counter() - begin) / len(examples)
-    return {"statistics": name, "AP": round(box_ap(examples, found), 2), "seconds per image": round(seconds, 3)}
+    return {
+        "statistics": name,
+        "AP": round(box_ap(examples, found), 2),
+        "seconds per image": round(seconds, 3),
+    }
 
 
 def _draw(rows: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
     bars = axes.barh([row["statistics"] for row in rows], [row["AP"] for row in rows])
-    axes.bar_label(bars, [f"{row['AP']:.1f}, {row['seconds per image']:.2f} s" for row in rows], padding=3)
+    axes.bar_label(
+        bars, [f"{row['AP']:.1f}, {row['seconds per image']:.2f} s" for row in rows], padding=3
+    )
     axes.invert_yaxis()
-    axes.set(title="Box AP and seconds per image", xlim=(0, max(1.0, *(1.3 * row["AP"] for row in rows))))
+    axes.set(
+        title="Box AP and seconds per image",
+        xlim=(0, max(1.0, *(1.3 * row["AP"] for row in rows))),
+    )
     return figure

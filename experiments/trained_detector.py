@@ -15,12 +15,12 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 
-from gw_detectron.checkpoint import load_model
 from gw_detectron.config import read_config
-from gw_detectron.data.images import evaluation_input, read_image
-from gw_detectron.engine.run_datasets import use_recorded_datasets
 from gw_detectron.errors import ConfigError
-from gw_detectron.progress import progress_bar
+from gw_detectron.weights import load_model
+from gw_detectron.workbench.images.reading import evaluation_input, read_image
+from gw_detectron.workbench.progress import progress_bar
+from gw_detectron.workbench.run.run_datasets import use_recorded_datasets
 
 
 class Example(NamedTuple):
@@ -41,12 +41,18 @@ class Example(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of :func:`load_detector`."""
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the trained detector")
+    parser.add_argument(
+        "--config-file", required=True, metavar="FILE", help="config of the trained detector"
+    )
     parser.add_argument("--weights", required=True, metavar="FILE", help="its checkpoint")
-    parser.add_argument("--images", type=int, default=0, help="images of the first test dataset; 0: all")
+    parser.add_argument(
+        "--images", type=int, default=0, help="images of the first test dataset; 0: all"
+    )
 
 
-def load_detector(config_file: str, weights: str, images: int = 0) -> tuple[nn.Module, list[Example]]:
+def load_detector(
+    config_file: str, weights: str, images: int = 0
+) -> tuple[nn.Module, list[Example]]:
     """Load a trained detector and images of the first dataset of ``DATASETS.TEST``.
 
     Args:
@@ -56,7 +62,7 @@ def load_detector(config_file: str, weights: str, images: int = 0) -> tuple[nn.M
 
     Raises:
         ConfigError: the number of images is negative, or there is no test dataset.
-        Other errors: see :func:`gw_detectron.checkpoint.load_model`.
+        Other errors: see :func:`gw_detectron.weights.load_model`.
     """
     cfg = read_config(config_file, ["MODEL.WEIGHTS", weights, "MODEL.DEVICE", "cpu"])
     if images < 0:
@@ -66,7 +72,9 @@ def load_detector(config_file: str, weights: str, images: int = 0) -> tuple[nn.M
     dataset = cfg.DATASETS.TEST[0]
     use_recorded_datasets(cfg, config_file, os.path.dirname(config_file))
     if dataset not in DatasetCatalog:
-        raise ConfigError(f"DATASETS.TEST ('{dataset}'): not registered. Fix: register it in Python first.")
+        raise ConfigError(
+            f"DATASETS.TEST ('{dataset}'): not registered. Fix: register it in Python first."
+        )
     model = load_model(cfg)
     records = get_detection_dataset_dicts(dataset, filter_empty=False)[: images or None]
     examples = []
@@ -75,7 +83,10 @@ def load_detector(config_file: str, weights: str, images: int = 0) -> tuple[nn.M
         image = evaluation_input(pixels, cfg)
         scale = [image.shape[2] / pixels.shape[1], image.shape[1] / pixels.shape[0]] * 2
         objects = record["annotations"]
-        boxes = [BoxMode.convert(each["bbox"], each["bbox_mode"], BoxMode.XYXY_ABS) for each in objects]
+        boxes = [
+            BoxMode.convert(each["bbox"], each["bbox_mode"], BoxMode.XYXY_ABS)
+            for each in objects
+        ]
         examples.append(
             Example(
                 image,
@@ -98,9 +109,19 @@ def box_ap(examples: Sequence[Example], detections: Sequence[Instances]) -> floa
     classes = sorted({int(each) for example in examples for each in example.classes})
     truth: list[dict[str, object]] = []
     found: list[dict[str, object]] = []
-    for index, (example, instances) in enumerate(zip(examples, detections, strict=True), start=1):
-        for box, category, crowd in zip(example.boxes, example.classes, example.crowds, strict=True):
-            truth.append({"id": len(truth) + 1, "iscrowd": int(crowd), **_annotation(index, box, category)})
+    for index, (example, instances) in enumerate(
+        zip(examples, detections, strict=True), start=1
+    ):
+        for box, category, crowd in zip(
+            example.boxes, example.classes, example.crowds, strict=True
+        ):
+            truth.append(
+                {
+                    "id": len(truth) + 1,
+                    "iscrowd": int(crowd),
+                    **_annotation(index, box, category),
+                }
+            )
         columns = instances.pred_boxes.tensor, instances.scores, instances.pred_classes
         for box, score, category in zip(*(column.tolist() for column in columns), strict=True):
             found.append({"score": score, **_annotation(index, box, category)})

@@ -1,6 +1,6 @@
 """``python -m gw_detectron COMMAND`` is ``gw-detectron COMMAND``."""
 
-from .commands import main
+from .workbench.commands import main
 
 if __name__ == "__main__":
     main()

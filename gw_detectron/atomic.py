@@ -75,7 +75,9 @@ def _temporary(path: Path) -> Iterator[Path]:
         yield temporary
     except Exception as error:
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):  # torch wraps a failed write
+        while cause is not None and not isinstance(
+            cause, OSError
+        ):  # torch wraps a failed write
             cause = cause.__cause__ or cause.__context__
         if cause is None or isinstance(cause, UserError) or not is_user_error(cause):
             raise
@@ -98,10 +100,16 @@ def remove_unfinished(folder: str | os.PathLike[str]) -> None:
     Files of running processes and of other machines stay. In a restarted container, a killed process often had this
     process's id, so its files are removed unless this process writes them.
     """
-    temporary = re.compile(rf"\..+\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}\.tmp")
+    temporary = re.compile(
+        rf"\..+\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}\.tmp"
+    )
     for path in Path(folder).glob(".*.tmp"):
         found = temporary.fullmatch(path.name)
-        if found and path.name not in _live and (int(found[1]) == os.getpid() or not _is_running(int(found[1]))):
+        if (
+            found
+            and path.name not in _live
+            and (int(found[1]) == os.getpid() or not _is_running(int(found[1])))
+        ):
             _remove(path)
 
 

@@ -26,21 +26,44 @@ def add_gw_config(cfg: CfgNode) -> None:
     model = cfg.MODEL
     defaults = (
         (model, "COMPILE", False),
-        (model.RESNETS, "WHITEN_NORM", "GW"),  # "GW:groups=64,iters=5,eps=1e-5,solver=newton", the paper's setting
+        (
+            model.RESNETS,
+            "WHITEN_NORM",
+            "GW",
+        ),  # "GW:groups=64,iters=5,eps=1e-5,solver=newton", the paper's setting
         # "" none; "S1" stem; "S1-B1" "S1-B2" "S1-B3" stem and the first / second / third norm of every block;
         # "S1-B12" stem and the first two; "ALL" stem, blocks and shortcuts. The paper uses "S1-B2" for detection.
         (model.RESNETS, "WHITEN_POSITIONS", "S1-B2"),
-        (model.ROI_BOX_HEAD, "SINGLE_RELU", False),  # the paper's head; the authors' released code corresponds to True
-        (cfg.SOLVER, "ACCUMULATE", 1),  # BASE_LR is the rate for ACCUMULATE * IMS_PER_BATCH images
+        (
+            model.ROI_BOX_HEAD,
+            "SINGLE_RELU",
+            False,
+        ),  # the paper's head; the authors' released code corresponds to True
+        (
+            cfg.SOLVER,
+            "ACCUMULATE",
+            1,
+        ),  # BASE_LR is the rate for ACCUMULATE * IMS_PER_BATCH images
         (cfg.SOLVER, "EMA", 0.0),
-        (cfg.INPUT, "AUGMENTATIONS", []),  # before images are resized (colors: after), e.g. "RandomCrop(size=512)"
+        (
+            cfg.INPUT,
+            "AUGMENTATIONS",
+            [],
+        ),  # before images are resized (colors: after), e.g. "RandomCrop(size=512)"
         (cfg.INPUT, "SCALE_PER_BATCH", False),
-        (cfg.INPUT, "PERCENTILES", []),  # such as [0.5, 99.5]; with [], images of more than 8 bits are refused
+        (
+            cfg.INPUT,
+            "PERCENTILES",
+            [],
+        ),  # such as [0.5, 99.5]; with [], images of more than 8 bits are refused
         (cfg.TEST, "BEST", ""),  # "bbox/AP", "validation/total_loss"
         (cfg.TEST, "PATIENCE", 0),
         (cfg.TEST, "LOSS", True),
         (cfg, "TRACKER", ""),
-        *((node, "CONV", "") for node in (model.RESNETS, model.FPN, model.ROI_BOX_HEAD, model.ROI_MASK_HEAD)),
+        *(
+            (node, "CONV", "")
+            for node in (model.RESNETS, model.FPN, model.ROI_BOX_HEAD, model.ROI_MASK_HEAD)
+        ),
     )
     for node, key, value in defaults:
         if key not in node:
@@ -86,7 +109,9 @@ def training_sides(cfg: CfgNode) -> tuple[float, float]:
 def anchor_strides(cfg: CfgNode) -> list[int]:
     """Return the strides of the feature maps with anchors."""
     node = cfg.MODEL.RETINANET if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else cfg.MODEL.RPN
-    return [2 ** int(name[-1]) if name[-1].isdigit() else 16 for name in node.IN_FEATURES]  # p2, res4
+    return [
+        2 ** int(name[-1]) if name[-1].isdigit() else 16 for name in node.IN_FEATURES
+    ]  # p2, res4
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -95,14 +120,20 @@ def shipped_configs() -> dict[str, Path]:
     # A wheel has the configs inside the package; a clone, also an editable install of it, has them beside it.
     for folder in (package / "configs", package.parent / "configs"):
         if folder.is_dir():
-            files = sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".py"))
+            files = sorted(
+                path for path in folder.rglob("*") if path.suffix in (".yaml", ".py")
+            )
             return {path.relative_to(folder).as_posix(): path for path in files}
-    raise MissingFileError(f"'{package / 'configs'}': no configs. Fix: install gw_detectron again.")
+    raise MissingFileError(
+        f"'{package / 'configs'}': no configs. Fix: install gw_detectron again."
+    )
 
 
 def config_summary(path: Path) -> str:
     """Return the first sentence of the comment at the head of a config file."""
-    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    lines = itertools.takewhile(
+        lambda line: line.startswith("#"), path.read_text().splitlines()
+    )
     comment = " ".join(line.lstrip("# ") for line in lines)
     return re.split(r"(?<=\.) ", comment, maxsplit=1)[0]
 
@@ -139,7 +170,9 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
     if opts[:1] == ["--"]:  # which argparse keeps
         del opts[0]
     if flags := [word for word in opts if isinstance(word, str) and word.startswith("--")]:
-        raise ConfigError(f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)} before {opts[0]}.")
+        raise ConfigError(
+            f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)} before {opts[0]}."
+        )
     config_file = find_config_file(config_file)
     _check_file(config_file)
     if len(opts) % 2:
@@ -157,21 +190,31 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
             "code that they contain. Fix: set it to False and use a proposal generator such as RPN."
         )
     percentiles = cfg.INPUT.PERCENTILES
-    if percentiles and not (len(percentiles) == 2 and 0 <= percentiles[0] < percentiles[1] <= 100):
-        raise ConfigError(f"INPUT.PERCENTILES ({percentiles}): not two ascending percentages. Fix: give e.g. 0.5,99.5.")
+    if percentiles and not (
+        len(percentiles) == 2 and 0 <= percentiles[0] < percentiles[1] <= 100
+    ):
+        raise ConfigError(
+            f"INPUT.PERCENTILES ({percentiles}): not two ascending percentages. Fix: give e.g. 0.5,99.5."
+        )
     return cfg
 
 
 def given_keys(config_file: str, opts: Sequence[Any] = ()) -> set[str]:
     """Return the keys that the user gave: on the command line, and in yaml files that are not shipped."""
-    keys, shipped = {str(word) for word in opts}, {path.resolve() for path in shipped_configs().values()}
+    keys, shipped = (
+        {str(word) for word in opts},
+        {path.resolve() for path in shipped_configs().values()},
+    )
     files = [Path(find_config_file(config_file)).resolve()]
     for path in files:
         if path not in shipped:
             tree = parse_config(path.read_text(), str(path))
             base = tree.pop("_BASE_", [])
             bases = [base] if isinstance(base, str) else base
-            files += [Path(_find_base(str(path.parent / each), str(path.parent))).resolve() for each in bases]
+            files += [
+                Path(_find_base(str(path.parent / each), str(path.parent))).resolve()
+                for each in bases
+            ]
             keys |= {key for key, _ in flat_items(tree)}
     return keys
 
@@ -181,7 +224,9 @@ def parse_config(text: str, name: str) -> dict[str, Any]:
     try:
         return dict(yaml.safe_load(text).items())
     except Exception as error:  # PyYAML raises errors of many classes
-        raise ConfigError(f"'{name}': not a yaml file of keys and plain values: {error}") from error
+        raise ConfigError(
+            f"'{name}': not a yaml file of keys and plain values: {error}"
+        ) from error
 
 
 def _merged(cfg: CfgNode, config_file: str) -> CfgNode:
@@ -190,7 +235,9 @@ def _merged(cfg: CfgNode, config_file: str) -> CfgNode:
 
     class Reader(CfgNode):
         @classmethod
-        def load_yaml_with_base(cls, filename: str, allow_unsafe: bool = False) -> dict[str, Any]:
+        def load_yaml_with_base(
+            cls, filename: str, allow_unsafe: bool = False
+        ) -> dict[str, Any]:
             filename = _find_base(filename, folders[-1]) if folders else filename
             folders.append(os.path.dirname(filename))
             content = super().load_yaml_with_base(filename, allow_unsafe)
@@ -209,7 +256,9 @@ def _find_base(path: str, folder: str) -> str:
 
 def _check_file(path: str) -> None:
     if not path:
-        raise MissingFileError("--config-file: not given. Fix: give a file, or a name of `gw-detectron list configs`.")
+        raise MissingFileError(
+            "--config-file: not given. Fix: give a file, or a name of `gw-detectron list configs`."
+        )
     if not os.path.isfile(path):
         raise MissingFileError(
             f"--config-file: file not found: '{path}' (cwd: {os.getcwd()}).{similar_names(path, shipped_configs())} "
@@ -224,13 +273,18 @@ def _check_file(path: str) -> None:
 
 def _explain(error: Exception) -> str:
     """Return the text of an error of Detectron2's config, and how to write the key or value."""
-    reason = str(error.args[0] if isinstance(error, KeyError) else error).rstrip(".") or type(error).__name__
+    reason = (
+        str(error.args[0] if isinstance(error, KeyError) else error).rstrip(".")
+        or type(error).__name__
+    )
     if unknown := re.search(r"Non-existent (?:config )?key: (\S*)", reason):
         known = [key for key, _ in flat_items(default_config())]
         return f"unknown config key '{unknown[1]}'.{similar_names(unknown[1], known)}"
     if "(<class 'float'> vs. <class 'int'>)" in reason:
         return f"{reason}. Fix: write the number with a point, such as 50.0."
-    if "'tuple'" in reason:  # the shell removes quotes, and a tuple of one element needs a comma
+    if (
+        "'tuple'" in reason
+    ):  # the shell removes quotes, and a tuple of one element needs a comma
         return f"""{reason}. Fix: write a tuple as "('name',)" or "(480, 560)"."""
     if "(<class 'str'> vs." in reason:
         return f"""{reason}. Fix: quote text that looks like a number, such as "'2024'"."""

@@ -6,9 +6,27 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-_FILE_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
-_FILE_ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
+_FILE_ERRORS = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+)
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "ALLOC_FAILED",
+)
+_FILE_ERRNOS = (
+    errno.ENOSPC,
+    errno.EIO,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EFBIG,
+    errno.ENAMETOOLONG,
+)
 
 
 class UserError(Exception):
@@ -101,7 +119,10 @@ class MissingPackageError(UserError, ImportError):
 
 def is_user_error(error: BaseException) -> bool:
     """Return whether the user can fix an error: UserErrors, unusable files and a full disk."""
-    return isinstance(error, (UserError, *_FILE_ERRORS)) or getattr(error, "errno", None) in _FILE_ERRNOS
+    return (
+        isinstance(error, (UserError, *_FILE_ERRORS))
+        or getattr(error, "errno", None) in _FILE_ERRNOS
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -18,11 +18,23 @@ _PIP_NAMES = {"cv2": "opencv-python-headless"}
 
 def git_commit(root: Path = Path(__file__).parents[1]) -> str:
     """Return the commit of a checkout, with ``-dirty`` if tracked files changed; empty outside of a checkout."""
-    if not (root / ".git").exists():  # git would find a checkout around ``root``, such as one around site-packages
+    if not (
+        root / ".git"
+    ).exists():  # git would find a checkout around ``root``, such as one around site-packages
         return ""
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        "--no-optional-locks",
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     try:
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            command, cwd=root, capture_output=True, text=True, timeout=10
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):  # no git, or too slow
         return ""
 
@@ -76,6 +88,10 @@ def require_detectron2(name: str) -> None:
 
 def require_packages(what: str, *names: str) -> None:
     """Raise MissingPackageError unless the packages of a feature are installed; names are as they are imported."""
-    missing = [_PIP_NAMES.get(name, name) for name in names if importlib.util.find_spec(name) is None]
+    missing = [
+        _PIP_NAMES.get(name, name) for name in names if importlib.util.find_spec(name) is None
+    ]
     if missing:
-        raise MissingPackageError(f"{what}: not installed: {', '.join(missing)}. Fix: pip install {' '.join(missing)}")
+        raise MissingPackageError(
+            f"{what}: not installed: {', '.join(missing)}. Fix: pip install {' '.join(missing)}"
+        )

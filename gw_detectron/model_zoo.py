@@ -5,17 +5,21 @@ from detectron2.config import CfgNode, LazyConfig, instantiate
 from omegaconf import DictConfig
 from torch import nn
 
-from .checkpoint import load_checkpoint, open_checkpoint
 from .config import read_config, shipped_configs
 from .errors import ConfigError, similar_names
 from .modeling import build_checked_model
+from .weights import load_checkpoint, open_checkpoint
 
 __all__ = ["get", "get_config", "get_config_file", "list_configs"]
 
 
 def list_configs() -> list[str]:
     """List the configs that train a detector, such as ``COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml``."""
-    return [name for name in shipped_configs() if not name.startswith("common/") and "/Base-" not in f"/{name}"]
+    return [
+        name
+        for name in shipped_configs()
+        if not name.startswith("common/") and "/Base-" not in f"/{name}"
+    ]
 
 
 def get_config_file(name: str) -> str:
@@ -47,7 +51,10 @@ def get(name: str, device: str | None = None) -> nn.Module:
     if isinstance(cfg, CfgNode):
         model, weights = build_checked_model(cfg, device), cfg.MODEL.WEIGHTS
     else:
-        model, weights = instantiate(cfg.model).to(device or cfg.train.device), cfg.train.init_checkpoint
+        model, weights = (
+            instantiate(cfg.model).to(device or cfg.train.device),
+            cfg.train.init_checkpoint,
+        )
     if weights:
         load_checkpoint(model, open_checkpoint(weights))
     return model

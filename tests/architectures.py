@@ -43,8 +43,13 @@ def skip_without_operators(name: str) -> None:
 
 def gw_places(model: nn.Module) -> dict[str, int]:
     """Count the GW layers of a model by place."""
-    names = [name for name, module in model.named_modules() if isinstance(module, GroupWhitening2d)]
-    return Counter(re.search(r"stem|fpn|box_head|mask_head|sem_seg_head|subnet|conv\d", name)[0] for name in names)
+    names = [
+        name for name, module in model.named_modules() if isinstance(module, GroupWhitening2d)
+    ]
+    return Counter(
+        re.search(r"stem|fpn|box_head|mask_head|sem_seg_head|subnet|conv\d", name)[0]
+        for name in names
+    )
 
 
 #: a ResNet-50 with an eighth of the channels, on images of 64 pixels
@@ -66,7 +71,13 @@ _THIN: dict[str, Any] = {
     "TEST.KEYPOINT_OKS_SIGMAS": [0.1] * 4,
     "TEST.DETECTIONS_PER_IMAGE": 20,
 }
-_NORM_KEYS = ("FPN.NORM", "ROI_BOX_HEAD.NORM", "ROI_MASK_HEAD.NORM", "RETINANET.NORM", "SEM_SEG_HEAD.NORM")
+_NORM_KEYS = (
+    "FPN.NORM",
+    "ROI_BOX_HEAD.NORM",
+    "ROI_MASK_HEAD.NORM",
+    "RETINANET.NORM",
+    "SEM_SEG_HEAD.NORM",
+)
 
 
 def small_norms(norm: str) -> dict[str, str]:
@@ -82,7 +93,9 @@ def small_norms(norm: str) -> dict[str, str]:
     return {"MODEL.RESNETS.NORM": spec, "MODEL.RESNETS.WHITEN_POSITIONS": "", **places}
 
 
-def small_arguments(name: str, norm: str, folder: Path, **changes: object) -> argparse.Namespace:
+def small_arguments(
+    name: str, norm: str, folder: Path, **changes: object
+) -> argparse.Namespace:
     """The flags of a run of a config of :data:`ARCHITECTURES`, small enough for a test, on the synthetic dataset.
 
     Args:
@@ -92,7 +105,11 @@ def small_arguments(name: str, norm: str, folder: Path, **changes: object) -> ar
         changes: other options, written with ``__`` for the dot.
     """
     suffix = "_panoptic_separated" if "sem_seg_head" in ARCHITECTURES[name] else ""
-    sizes = [[8, 16, 32]] if name.endswith(("C4_1x_GW", "DC5_1x_GW")) else [[8], [16], [24], [32], [40]]
+    sizes = (
+        [[8, 16, 32]]
+        if name.endswith(("C4_1x_GW", "DC5_1x_GW"))
+        else [[8], [16], [24], [32], [40]]
+    )
     options = {
         # the configs choose the number of convolutions
         **{key: value for key, value in OPTS.items() if not key.endswith("NUM_CONV")},

@@ -39,7 +39,9 @@ LAYOUTS = {
     SCRATCH + "faster_rcnn_R_50_FPN_1x_GN": (16, (G, G, G, G, G), "", "", ""),
     SCRATCH + "faster_rcnn_R_50_FPN_1x_GW": (16, (W, W, W, W, W), "", "", ""),
 }
-LAYOUTS |= {name + "_1gpu": layout for name, layout in LAYOUTS.items() if name.startswith(SCRATCH)}
+LAYOUTS |= {
+    name + "_1gpu": layout for name, layout in LAYOUTS.items() if name.startswith(SCRATCH)
+}
 
 # preprocessing of each kind of weights: INPUT.FORMAT, MODEL.PIXEL_MEAN, MODEL.PIXEL_STD
 RGB = ("RGB", [123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
@@ -47,8 +49,16 @@ PREPROCESSING = {
     "gw://imagenet/": RGB,
     "weights/": RGB,
     "detectron2://ImageNetPretrained/torchvision/": RGB,
-    "catalog://ImageNetPretrained/FAIR/R-50-GN": ("BGR", [103.53, 116.28, 123.675], [1.0, 1.0, 1.0]),
-    "catalog://ImageNetPretrained/FAIR/X-101-32x8d": ("BGR", [103.53, 116.28, 123.675], [1.0, 1.0, 1.0]),
+    "catalog://ImageNetPretrained/FAIR/R-50-GN": (
+        "BGR",
+        [103.53, 116.28, 123.675],
+        [1.0, 1.0, 1.0],
+    ),
+    "catalog://ImageNetPretrained/FAIR/X-101-32x8d": (
+        "BGR",
+        [103.53, 116.28, 123.675],
+        [1.0, 1.0, 1.0],
+    ),
     "detectron2://ImageNetPretrained/FAIR/X-101-32x8d.pkl": ("BGR", RGB[1][::-1], RGB[2][::-1]),
     "": RGB,  # from scratch
 }

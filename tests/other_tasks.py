@@ -13,10 +13,13 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_panoptic_separated
 from PIL import Image
 
-from gw_detectron.data import SyntheticConfig
-from gw_detectron.data.synthetic import draw_scene
+from gw_detectron.workbench.dataset import SyntheticConfig
+from gw_detectron.workbench.dataset.synthetic import draw_scene
 
-KEYPOINTS = {"keypoint_names": ["top", "left", "bottom", "right"], "keypoint_flip_map": [("left", "right")]}
+KEYPOINTS = {
+    "keypoint_names": ["top", "left", "bottom", "right"],
+    "keypoint_flip_map": [("left", "right")],
+}
 BACKGROUND = len(SyntheticConfig.class_names) + 1  # its category
 
 
@@ -25,16 +28,25 @@ def add_other_tasks(root: Path, config: SyntheticConfig) -> None:
     remove_other_tasks(config)
     folder = root / config.folder
     for split in config.splits:
-        instances, panoptic = (folder / "annotations" / f"{kind}_{split}.json" for kind in ("instances", "panoptic"))
-        segments, semantic = (folder / f"{kind}_{split}" for kind in ("panoptic", "panoptic_stuff"))
+        instances, panoptic = (
+            folder / "annotations" / f"{kind}_{split}.json"
+            for kind in ("instances", "panoptic")
+        )
+        segments, semantic = (
+            folder / f"{kind}_{split}" for kind in ("panoptic", "panoptic_stuff")
+        )
         content = json.loads(instances.read_text())
         for each in content["annotations"]:
             each |= _keypoints(each)
         instances.write_text(json.dumps(content))
         labels = []
         for index, image in enumerate(content["images"]):
-            ids, found = _segments([obj.mask for obj in draw_scene(config, split, index).objects])
-            objects = [each for each in content["annotations"] if each["image_id"] == image["id"]]
+            ids, found = _segments(
+                [obj.mask for obj in draw_scene(config, split, index).objects]
+            )
+            objects = [
+                each for each in content["annotations"] if each["image_id"] == image["id"]
+            ]
             for segment, each in zip(found, objects, strict=False):
                 segment |= {key: each[key] for key in ("category_id", "iscrowd")}
             name = image["file_name"].replace("jpg", "png")
@@ -45,7 +57,9 @@ def add_other_tasks(root: Path, config: SyntheticConfig) -> None:
             labels.append({"image_id": image["id"], "file_name": name, "segments_info": found})
         things = [{**each, "isthing": 1} for each in content["categories"]]
         categories = [*things, {"id": BACKGROUND, "name": "background", "isthing": 0}]
-        panoptic.write_text(json.dumps({**content, "annotations": labels, "categories": categories}))
+        panoptic.write_text(
+            json.dumps({**content, "annotations": labels, "categories": categories})
+        )
 
         name = f"{config.folder}_{split}"
         metadata = MetadataCatalog.get(name).set(**KEYPOINTS)
@@ -73,7 +87,10 @@ def _keypoints(annotation: dict[str, Any]) -> dict[str, Any]:
     x, y = np.reshape(np.concatenate(annotation["segmentation"]), (-1, 2)).T
     places = (y.argmin(), x.argmin(), y.argmax(), x.argmax())
     # the center of COCO's first pixel is 0 for keypoints, and 0.5 for polygons
-    return {"keypoints": [v for i in places for v in (x[i] - 0.5, y[i] - 0.5, 2)], "num_keypoints": 4}
+    return {
+        "keypoints": [v for i in places for v in (x[i] - 0.5, y[i] - 0.5, 2)],
+        "num_keypoints": 4,
+    }
 
 
 def _segments(masks: list[np.ndarray]) -> tuple[np.ndarray, list[dict[str, Any]]]:
@@ -85,5 +102,13 @@ def _segments(masks: list[np.ndarray]) -> tuple[np.ndarray, list[dict[str, Any]]
         rows, columns = np.nonzero(mask)
         x, y = int(columns.min()), int(rows.min())
         box = [x, y, int(columns.max()) + 1 - x, int(rows.max()) + 1 - y]
-        segments.append({"id": number, "category_id": BACKGROUND, "iscrowd": 0, "area": int(mask.sum()), "bbox": box})
+        segments.append(
+            {
+                "id": number,
+                "category_id": BACKGROUND,
+                "iscrowd": 0,
+                "area": int(mask.sum()),
+                "bbox": box,
+            }
+        )
     return ids, segments

@@ -18,7 +18,9 @@ def photo_names(count: int, first: int = 0) -> list[str]:
     return [f"IMG_{number:04}.jpg" for number in range(first, first + count)]
 
 
-def write_photos(folder: Path, names: Iterable[str], file: str = "annotations.json") -> dict[str, Any]:
+def write_photos(
+    folder: Path, names: Iterable[str], file: str = "annotations.json"
+) -> dict[str, Any]:
     """Write ``folder/photos`` and ``folder/FILE``; return the content of the file."""
     content: dict[str, Any] = {"images": [], "annotations": [], "categories": CATEGORIES}
     for number, name in enumerate(names, start=1):
@@ -45,6 +47,8 @@ def write_photos(folder: Path, names: Iterable[str], file: str = "annotations.js
         path = folder / "photos" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         image.save(path)
-        content["images"].append({"id": number, "file_name": name, "width": width, "height": height})
+        content["images"].append(
+            {"id": number, "file_name": name, "width": width, "height": height}
+        )
     (folder / file).write_text(json.dumps(content))
     return content

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from gw_detectron.engine import Trainer, main
-from gw_detectron.engine.train import run_config
 from gw_detectron.norms.listing import norm_rows
+from gw_detectron.workbench.run import Trainer, main
+from gw_detectron.workbench.run.train import run_config
 
 from .architectures import ARCHITECTURES, gw_places, skip_without_operators, small_arguments
 
@@ -36,7 +36,9 @@ def test_it_trains_evaluates_and_comes_back(name, norm, tmp_path):
 
     losses = [value for value, _ in trainer.storage.history("total_loss").values()]
     assert len(losses) == 3 and torch.tensor(losses).isfinite().all()
-    assert [name for name, value in trainer.model.named_parameters() if not value.grad.any()] == []
+    assert [
+        name for name, value in trainer.model.named_parameters() if not value.grad.any()
+    ] == []
     expected = next((tasks for kind, tasks in TASKS.items() if kind in name), {"bbox"})
     assert set(results) - {"panoptic_seg"} == expected
 

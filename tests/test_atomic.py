@@ -9,7 +9,13 @@ import sys
 import pytest
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.atomic import AtomicPathManager, atomic_folder, atomic_write, check_replaceable, remove_unfinished
+from gw_detectron.atomic import (
+    AtomicPathManager,
+    atomic_folder,
+    atomic_write,
+    check_replaceable,
+    remove_unfinished,
+)
 from gw_detectron.errors import FileAccessError
 
 
@@ -32,19 +38,27 @@ def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path):
 
 
 def test_an_error_of_the_caller_passes_and_leaves_nothing(tmp_path):
-    with pytest.raises(KeyError), AtomicPathManager(PathManager).open(str(tmp_path / "a"), "w") as file:
+    with (
+        pytest.raises(KeyError),
+        AtomicPathManager(PathManager).open(str(tmp_path / "a"), "w") as file,
+    ):
         file.write("half")
         raise KeyError("caller")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_read_error_in_the_body_is_not_reported_as_a_failed_write(tmp_path):
-    with pytest.raises(FileNotFoundError, match="source") as raised, atomic_write(tmp_path / "a"):
+    with (
+        pytest.raises(FileNotFoundError, match="source") as raised,
+        atomic_write(tmp_path / "a"),
+    ):
         (tmp_path / "source").read_bytes()
     assert not isinstance(raised.value, FileAccessError)
 
 
-@pytest.mark.parametrize("error", [OSError("image file is truncated"), ConnectionResetError(104, "reset")])
+@pytest.mark.parametrize(
+    "error", [OSError("image file is truncated"), ConnectionResetError(104, "reset")]
+)
 def test_an_error_without_a_file_is_the_callers_unless_the_disk_is_full(tmp_path, error):
     with pytest.raises(type(error)) as raised, atomic_write(tmp_path / "a"):
         raise error
@@ -65,7 +79,9 @@ def test_unfinished_files_of_dead_processes_are_removed_and_no_others(tmp_path):
         for path in (theirs, running, elsewhere):
             path.write_bytes(b"half")
     remove_unfinished(tmp_path)
-    assert entries(tmp_path) == sorted(["model_0000001.pth", running.name, elsewhere.name, "notes.tmp"])
+    assert entries(tmp_path) == sorted(
+        ["model_0000001.pth", running.name, elsewhere.name, "notes.tmp"]
+    )
 
 
 def write_folder(output, text="new"):
@@ -90,7 +106,9 @@ def test_a_folder_is_created_and_replaced(tmp_path):
 
 def test_a_folder_with_only_some_names_of_a_result_is_the_users(tmp_path):
     (tmp_path / "pictures").mkdir()
-    with pytest.raises(FileAccessError, match=r"holds pictures but no counts\.csv, so it is not"):
+    with pytest.raises(
+        FileAccessError, match=r"holds pictures but no counts\.csv, so it is not"
+    ):
         check_replaceable(tmp_path, ["counts.csv", "pictures"])
     (tmp_path / "counts.csv").touch()
     check_replaceable(tmp_path, ["counts.csv", "pictures"])

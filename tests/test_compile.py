@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gw_detectron.engine import Trainer
-from gw_detectron.engine.train import run_config
 from gw_detectron.model_zoo import get_config
+from gw_detectron.workbench.run import Trainer
+from gw_detectron.workbench.run.train import run_config
 
 from .tiny_run import arguments
 
@@ -26,8 +26,12 @@ def test_a_compiled_training_has_the_losses_of_eager_mode(tmp_path):
     losses = {}
     for compiled in (False, True):
         options = {"MODEL__COMPILE": compiled, "SOLVER__MAX_ITER": 4, "DATASETS__TEST": "()"}
-        options["INPUT__MAX_SIZE_TRAIN"] = 64  # one size of all batches: another one would be compiled again
+        options["INPUT__MAX_SIZE_TRAIN"] = (
+            64  # one size of all batches: another one would be compiled again
+        )
         trainer = Trainer(run_config(arguments(tmp_path / str(compiled), **options)))
         trainer.train()
-        losses[compiled] = [value for value, _ in trainer.storage.history("total_loss").values()]
+        losses[compiled] = [
+            value for value, _ in trainer.storage.history("total_loss").values()
+        ]
     assert losses[True] == pytest.approx(losses[False], rel=1e-3)

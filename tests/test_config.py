@@ -22,7 +22,9 @@ def run_tag(marker):
     return f"VERSION: 2\nMODEL:\n  WEIGHTS: !!python/object/apply:os.mkdir ['{marker}']\n"
 
 
-@pytest.mark.parametrize("base", ["{name}", "{folder}/{name}", "~/{name}", "{upper}", "[{name}]"])
+@pytest.mark.parametrize(
+    "base", ["{name}", "{folder}/{name}", "~/{name}", "{upper}", "[{name}]"]
+)
 @pytest.mark.parametrize("levels", [0, 1, 3])
 def test_python_tags_are_refused_and_not_run(tmp_path, monkeypatch, base, levels):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -30,7 +32,9 @@ def test_python_tags_are_refused_and_not_run(tmp_path, monkeypatch, base, levels
     for level in range(levels):
         below = f"{tmp_path.name}{level + 1}.yaml"
         upper = f"../{tmp_path.name}/{below}"
-        files[f"{tmp_path.name}{level}"] = f"_BASE_: {base.format(name=below, folder=tmp_path, upper=upper)}\n"
+        files[f"{tmp_path.name}{level}"] = (
+            f"_BASE_: {base.format(name=below, folder=tmp_path, upper=upper)}\n"
+        )
     files[f"{tmp_path.name}{levels}"] = run_tag(tmp_path / "harm")
     path = write(tmp_path, **files)
     with pytest.raises(ConfigError, match=r"os\.mkdir"):
@@ -53,7 +57,16 @@ def test_detectron2s_retinanet_computes_its_anchors_by_code():
             "SEED: 2026-01-01",
             "SEED: !!set {1, 2}",
         ),
-        *("", "3", "- SEED", "1: 2", "? [1, 2]\n: 3", b"SEED: \xff\xfe", "VERSION: abc", "VERSION: 3"),
+        *(
+            "",
+            "3",
+            "- SEED",
+            "1: 2",
+            "? [1, 2]\n: 3",
+            b"SEED: \xff\xfe",
+            "VERSION: abc",
+            "VERSION: 3",
+        ),
         *("MODEL: 3", "SOLVER:  # all keys are commented out", "SOLVER:\n  MAX_ITER: many"),
         *("_BASE_: none.yaml", "_BASE_: 3", "_BASE_: a.yaml", "_BASE_: ."),
     ],
@@ -78,7 +91,9 @@ def test_good_files_are_read_as_before(tmp_path):
     assert cfg.MODEL.RESNETS.DEPTH == 18  # from the package's config
 
 
-@pytest.mark.parametrize("code", ["__import__('os').mkdir('{}')", "!!python/object/apply:os.mkdir ['{}']"])
+@pytest.mark.parametrize(
+    "code", ["__import__('os').mkdir('{}')", "!!python/object/apply:os.mkdir ['{}']"]
+)
 def test_values_of_the_command_line_are_not_run(tmp_path, code):
     value = code.format(tmp_path / "harm")
     assert value == read_config(str(CONFIG), ["MODEL.WEIGHTS", value]).MODEL.WEIGHTS
@@ -88,10 +103,19 @@ def test_values_of_the_command_line_are_not_run(tmp_path, code):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["MODEL.LOAD_PROPOSALS", "True"], "LOAD_PROPOSALS"),  # Detectron2 unpickles proposal files
+        (
+            ["MODEL.LOAD_PROPOSALS", "True"],
+            "LOAD_PROPOSALS",
+        ),  # Detectron2 unpickles proposal files
         (["SEED", "3", "--config-file", "x.yaml"], "--config-file"),
-        (["OUTPUT_DIR", "2024"], "OUTPUT_DIR"),  # a text that reads as a number; "'2024'" is one that does not
-        *(([key, "1"], "Arguments") for key in ("", ".", "MODEL", "MODEL.", "MODEL.DEVICE.c", "_BASE_", "MODEL.X")),
+        (
+            ["OUTPUT_DIR", "2024"],
+            "OUTPUT_DIR",
+        ),  # a text that reads as a number; "'2024'" is one that does not
+        *(
+            ([key, "1"], "Arguments")
+            for key in ("", ".", "MODEL", "MODEL.", "MODEL.DEVICE.c", "_BASE_", "MODEL.X")
+        ),
     ],
 )
 def test_words_of_the_command_line_that_are_refused(words, named):
@@ -109,4 +133,7 @@ def test_a_changed_config_is_a_copy():
     cfg.freeze()
     changed = changed_config(cfg, {"SEED": 3, "MODEL.FPN.NORM": "GW"})
     assert (changed.SEED, changed.MODEL.FPN.NORM, changed.is_frozen()) == (3, "GW", False)
-    assert (cfg.SEED, cfg.MODEL.FPN.NORM) == (read_config(CONFIG).SEED, read_config(CONFIG).MODEL.FPN.NORM)
+    assert (cfg.SEED, cfg.MODEL.FPN.NORM) == (
+        read_config(CONFIG).SEED,
+        read_config(CONFIG).MODEL.FPN.NORM,
+    )

@@ -15,11 +15,11 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import gw_detectron.model_zoo
-from gw_detectron.checkpoint import GWDetectionCheckpointer
 from gw_detectron.config import flat_items
-from gw_detectron.engine import Trainer
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.norms import norm_rows
+from gw_detectron.weights import GWDetectionCheckpointer
+from gw_detectron.workbench.run import Trainer
 
 from .test_configs import load, tiny_batch
 from .tiny_run import dataset
@@ -54,7 +54,9 @@ _WEIGHTS = {"MODEL.WEIGHTS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD", "INPUT.FORMA
 def test_the_3x_rows_differ_from_detectron2s_in_norms_and_their_weights(ours, theirs, allowed):
     expected = dict(flat_items(detectron2.model_zoo.get_config(f"Misc/{theirs}.yaml")))
     found = dict(flat_items(load(f"Misc/{ours}")))
-    assert {key for key, value in expected.items() if plain(found[key]) != plain(value)} <= allowed
+    assert {
+        key for key, value in expected.items() if plain(found[key]) != plain(value)
+    } <= allowed
 
 
 def plain(value: Any) -> Any:
@@ -79,14 +81,25 @@ def test_a_lazy_config_is_saved_and_reloaded_intact(name, tmp_path):
 @pytest.mark.parametrize("epochs", [50, 100, 200, 400])
 def test_the_lsj_twins_differ_from_detectron2s_in_norms(epochs):
     name = f"new_baselines/mask_rcnn_R_50_FPN_{epochs}ep_LSJ"
-    theirs, ours = detectron2.model_zoo.get_config(f"{name}.py"), gw_detectron.model_zoo.get_config(f"{name}_GW.py")
+    theirs, ours = (
+        detectron2.model_zoo.get_config(f"{name}.py"),
+        gw_detectron.model_zoo.get_config(f"{name}_GW.py"),
+    )
     for part in ("dataloader", "lr_multiplier", "train"):
-        assert str(OmegaConf.to_container(ours[part])) == str(OmegaConf.to_container(theirs[part]))
+        assert str(OmegaConf.to_container(ours[part])) == str(
+            OmegaConf.to_container(theirs[part])
+        )
     with torch.device("meta"):
         models = [instantiate(config.model) for config in (theirs, ours)]
-    shapes = [{key: value.shape for key, value in m.state_dict().items() if ".norm." not in key} for m in models]
+    shapes = [
+        {key: value.shape for key, value in m.state_dict().items() if ".norm." not in key}
+        for m in models
+    ]
     assert shapes[0] == shapes[1]
-    assert sum(isinstance(module, GroupWhitening2d) for module in models[1].modules()) == 53 + 8 + 4 + 4
+    assert (
+        sum(isinstance(module, GroupWhitening2d) for module in models[1].modules())
+        == 53 + 8 + 4 + 4
+    )
 
 
 def test_the_lazy_row_of_table_4_is_that_of_the_yaml():
@@ -104,7 +117,9 @@ def test_the_lazy_row_of_table_4_is_that_of_the_yaml():
 
     lazy.optimizer.params.model = models[1]
     optimizers = Trainer.build_optimizer(cfg, models[0]), instantiate(lazy.optimizer)
-    groups = [decays(optimizer, model) for optimizer, model in zip(optimizers, models, strict=True)]
+    groups = [
+        decays(optimizer, model) for optimizer, model in zip(optimizers, models, strict=True)
+    ]
     assert groups[0] == groups[1]
     schedule = instantiate(lazy.lr_multiplier)
     for iteration, factor in ((0, 1 / 3), (500, 1), (59999, 1), (60000, 0.1), (80000, 0.01)):
@@ -137,6 +152,12 @@ def test_a_lazy_config_trains_and_is_resumed_with_its_norms(tmp_path):
     assert "GW" in str(torch.load(tmp_path / "model_final.pth", weights_only=True)["norms"])
 
 
-def decays(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, tuple[float, float]]:
+def decays(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> dict[str, tuple[float, float]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return {names[p]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    return {
+        names[p]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }

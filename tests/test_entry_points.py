@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from gw_detectron.checkpoint import open_checkpoint
-from gw_detectron.commands import main
 from gw_detectron.errors import UserError
+from gw_detectron.weights import open_checkpoint
+from gw_detectron.workbench.commands import main
 
 from .tiny_run import CONFIG, OPTS
 
@@ -33,7 +33,9 @@ pytestmark = pytest.mark.usefixtures("small_dataset")
 def run_command(line, monkeypatch, **values):
     """Run a command in this process; return its exit status and error output."""
     words = [word.format(**values) for word in line.split()]
-    monkeypatch.setattr(sys, "argv", ["gw-detectron", *words, *(WORDS if words[0] != "weights" else [])])
+    monkeypatch.setattr(
+        sys, "argv", ["gw-detectron", *words, *(WORDS if words[0] != "weights" else [])]
+    )
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:
         main()
@@ -50,7 +52,11 @@ class Harm:
 
 def write_harm(kind, folder):
     """Write a malicious weight file, and name it as the last checkpoint of the folder."""
-    content = {"model": {"conv1.weight": np.ones(1)}, "trainer": Harm(folder / "harm"), "iteration": 3}
+    content = {
+        "model": {"conv1.weight": np.ones(1)},
+        "trainer": Harm(folder / "harm"),
+        "iteration": 3,
+    }
     path = folder / ("harm.pkl" if kind == "pickle" else "harm.pth")
     if kind == "pickle":
         path.write_bytes(pickle.dumps(content))
@@ -61,21 +67,33 @@ def write_harm(kind, folder):
 
 
 @pytest.mark.parametrize(
-    ("command", "kind"), [*((command, "pickle") for command in COMMANDS), ("train", "archive"), ("train", "legacy")]
+    ("command", "kind"),
+    [*((command, "pickle") for command in COMMANDS), ("train", "archive"), ("train", "legacy")],
 )
 def test_code_in_weights_is_not_run(command, kind, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     weights = write_harm(kind, tmp_path)
-    status, errors = run_command(COMMANDS[command], monkeypatch, weights=weights, config=CONFIG, folder=tmp_path)
-    assert status == 1 and str(weights) in errors and "mkdir" in errors and "Traceback" not in errors, errors
+    status, errors = run_command(
+        COMMANDS[command], monkeypatch, weights=weights, config=CONFIG, folder=tmp_path
+    )
+    assert (
+        status == 1
+        and str(weights) in errors
+        and "mkdir" in errors
+        and "Traceback" not in errors
+    ), errors
     assert not (tmp_path / "harm").exists()
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS.values() if "{config}" in line])
 def test_code_in_yaml_is_not_run(line, tmp_path, monkeypatch):
     config = tmp_path / "harm.yaml"
-    config.write_text(f"VERSION: 2\nMODEL:\n  DEVICE: !!python/object/apply:os.mkdir ['{tmp_path / 'harm'}']\n")
-    status, errors = run_command(line, monkeypatch, weights=config, config=config, folder=tmp_path)
+    config.write_text(
+        f"VERSION: 2\nMODEL:\n  DEVICE: !!python/object/apply:os.mkdir ['{tmp_path / 'harm'}']\n"
+    )
+    status, errors = run_command(
+        line, monkeypatch, weights=config, config=config, folder=tmp_path
+    )
     assert status == 1 and str(config) in errors and "os.mkdir" in errors
     assert not (tmp_path / "harm").exists()
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
-from gw_detectron.engine import Trainer
-from gw_detectron.engine.train import run_config
 from gw_detectron.layers import BatchWhitening2d
 from gw_detectron.norms import norm_spec, resolve_norm
 from gw_detectron.norms.listing import norm_rows
+from gw_detectron.weights import load_checkpoint, open_checkpoint
+from gw_detectron.workbench.run import Trainer
+from gw_detectron.workbench.run.train import run_config
 
 from .tiny_run import OPTS, ROOT, arguments
 
@@ -21,7 +21,9 @@ DOCUMENT = (ROOT / "docs" / "whitening.md").read_text()
 MEMBERS = dict(re.findall(r"^\| (\w+) \| `([^`]+)` \| [^|]+ \|$", DOCUMENT, re.MULTILINE))
 #: the one outside the long tail; runs with Group Whitening are in other tests
 FAST = "BW_Sigma"
-SMALL = {key: value for key, value in OPTS.items() if not key.startswith("SOLVER.")} | {"SOLVER.IMS_PER_BATCH": 4}
+SMALL = {key: value for key, value in OPTS.items() if not key.startswith("SOLVER.")} | {
+    "SOLVER.IMS_PER_BATCH": 4
+}
 SMALL |= {"SOLVER.MAX_ITER": 25, "SOLVER.STEPS": "(20,)", "SOLVER.WARMUP_ITERS": 5}
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
@@ -30,7 +32,9 @@ pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 def trainer_for(norm: str, output: Path) -> Trainer:
     args = arguments(output)
     args.config_file = str(CONFIG)
-    norms = dict.fromkeys(("MODEL.RESNETS.WHITEN_NORM", "MODEL.FPN.NORM", "MODEL.ROI_BOX_HEAD.NORM"), norm)
+    norms = dict.fromkeys(
+        ("MODEL.RESNETS.WHITEN_NORM", "MODEL.FPN.NORM", "MODEL.ROI_BOX_HEAD.NORM"), norm
+    )
     opts = {**SMALL, **norms, "OUTPUT_DIR": output, "DATASETS.TEST": "()"}
     args.opts = [str(word) for pair in opts.items() for word in pair]
     return Trainer(run_config(args))
@@ -42,7 +46,8 @@ def test_the_documentation_lists_sixteen_different_members():
 
 
 @pytest.mark.parametrize(
-    "member", [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in MEMBERS]
+    "member",
+    [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in MEMBERS],
 )
 def test_it_trains_evaluates_and_comes_back(member, tmp_path):
     trainer = trainer_for(MEMBERS[member], tmp_path)
@@ -71,4 +76,6 @@ def test_it_trains_evaluates_and_comes_back(member, tmp_path):
         for level, expected in again.eval().backbone(images).items():
             assert torch.equal(features[level], expected)
             # evaluation depends on the running averages, not on the other images
-            torch.testing.assert_close(single[level], expected[:1], rtol=0, atol=1e-3 * float(expected.abs().max()))
+            torch.testing.assert_close(
+                single[level], expected[:1], rtol=0, atol=1e-3 * float(expected.abs().max())
+            )

@@ -23,23 +23,25 @@ from detectron2.modeling import build_model
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
-from gw_detectron.commands import main
 from gw_detectron.config import default_config, flat_items, read_config
 from gw_detectron.errors import DataError, UserError
-from gw_detectron.preflight.annotation_checks import DatasetNeeds, check_coco
-from gw_detectron.weights import convert
+from gw_detectron.weights import convert, load_checkpoint, open_checkpoint
+from gw_detectron.workbench.commands import main
+from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
 
-from .preflight.sound_run import coco_content, config
 from .tiny_run import CONFIG, ROOT
 from .weights.synthetic import make_network
+from .workbench.checks.sound_run import coco_content, config
 
 LIMIT = 300 * max(1, settings.default.max_examples // 100)  # seconds of a test
 
 
 def fuzz(count: int) -> settings:
     """Examples of a test, for 100 of the profile."""
-    return settings(max_examples=count * settings.default.max_examples // 100, suppress_health_check=list(HealthCheck))
+    return settings(
+        max_examples=count * settings.default.max_examples // 100,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -55,15 +57,40 @@ def no_hang() -> Iterator[None]:
 
 
 KEYS = sorted(key for key, _ in flat_items(default_config()) if key != "OUTPUT_DIR")
-NUMBERS = st.integers(-3, 10) | st.floats() | st.sampled_from([10**12, 10**400, -(2**63), 64, math.nan, math.inf])
-LEAVES = st.none() | st.booleans() | NUMBERS | st.sampled_from(["", "GW", "range", "p2", "a/b", "\0"]) | st.text()
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner), max_leaves=6)
+NUMBERS = (
+    st.integers(-3, 10)
+    | st.floats()
+    | st.sampled_from([10**12, 10**400, -(2**63), 64, math.nan, math.inf])
+)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | NUMBERS
+    | st.sampled_from(["", "GW", "range", "p2", "a/b", "\0"])
+    | st.text()
+)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner), max_leaves=6
+)
 WORDS = st.text(max_size=4) | st.sampled_from(
-    ["--help", "", "-1", "nan", "none.pth", "missing/x.yaml", str(CONFIG), str(ROOT), "MODEL.WEIGHTS"]
+    [
+        "--help",
+        "",
+        "-1",
+        "nan",
+        "none.pth",
+        "missing/x.yaml",
+        str(CONFIG),
+        str(ROOT),
+        "MODEL.WEIGHTS",
+    ]
     + ["SOLVER.BASE_LR", "MODEL.NO_KEY", "=", "--", "-x", "gw://none", "s3://x", "\udc80"]
 )
 COMMANDS = {  # flags, and words that stop the command before minutes of work
-    "train": ("--config-file --num-gpus --resume --eval-only --train-json", ["SOLVER.MAX_ITER", "0"]),
+    "train": (
+        "--config-file --num-gpus --resume --eval-only --train-json",
+        ["SOLVER.MAX_ITER", "0"],
+    ),
     "weights convert": ("--norm --preprocessing --force", []),
     "export": ("--config-file --output --format --one-image", ["MODEL.WEIGHTS", "none.pth"]),
 }
@@ -85,7 +112,11 @@ def test_a_command_ends_without_a_traceback(command, tmp_path, monkeypatch, data
     assert ended.value.code == 0 or errors.getvalue()
 
 
-@given(words=st.lists(st.sampled_from([*KEYS, "MODEL", "NO.KEY", ""]) | VALUES.map(str), max_size=6))
+@given(
+    words=st.lists(
+        st.sampled_from([*KEYS, "MODEL", "NO.KEY", ""]) | VALUES.map(str), max_size=6
+    )
+)
 @example(words=["MODEL", "3"])
 @example(words=["SOLVER.BASE_LR.X", "3"])
 @fuzz(40)
@@ -97,10 +128,15 @@ def test_config_keys_of_the_command_line(words):
 NEW_VALUES = st.one_of(
     st.none() | st.integers(-1, 3) | st.text(max_size=3),
     st.lists(st.integers(0, 3), max_size=3).map(lambda shape: torch.ones(shape)),
-    st.sampled_from([torch.full((64,), math.nan), torch.ones(64, dtype=torch.int64), np.ones(3), {}]),
+    st.sampled_from(
+        [torch.full((64,), math.nan), torch.ones(64, dtype=torch.int64), np.ones(3), {}]
+    ),
 )
 CHANGE = st.tuples(
-    st.sampled_from(["drop", "rename", "replace", "keep"]), st.integers(0, 300), st.text(max_size=6), NEW_VALUES
+    st.sampled_from(["drop", "rename", "replace", "keep"]),
+    st.integers(0, 300),
+    st.text(max_size=6),
+    NEW_VALUES,
 )
 
 
@@ -136,19 +172,31 @@ def test_a_changed_state_dict_is_used_completely_or_refused(tmp_path, changes):
 
 JSON = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.sampled_from(["id", "size", "counts"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=6)
+        | st.dictionaries(st.sampled_from(["id", "size", "counts"]), inner)
+    ),
     max_leaves=8,
 )
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
     """List every place in nested containers as (container, key)."""
-    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    keys = (
+        value.keys()
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    )
     return [place for key in list(keys) for place in [(value, key), *places(value[key])]]
 
 
 @given(
-    changes=st.lists(st.tuples(st.integers(0, 500), st.sampled_from(["set", "drop", "repeat"]), JSON), max_size=3),
+    changes=st.lists(
+        st.tuples(st.integers(0, 500), st.sampled_from(["set", "drop", "repeat"]), JSON),
+        max_size=3,
+    ),
     training=st.booleans(),
     masks=st.booleans(),
 )

@@ -42,8 +42,13 @@ def test_wheel_of_a_patched_tree(release: Path, tmp_path: Path):
     with zipfile.ZipFile(wheel) as file:
         contents = {name for name in file.namelist() if ".dist-info/" not in name}
         masks = file.read("detectron2/masks.py").decode()
-        metadata = file.read(f"detectron2-{install_detectron2.VERSION}.dist-info/METADATA").decode()
-    projects = [f"detectron2/projects/{Path(project).name}/__init__.py" for project in install_detectron2.PROJECTS]
+        metadata = file.read(
+            f"detectron2-{install_detectron2.VERSION}.dist-info/METADATA"
+        ).decode()
+    projects = [
+        f"detectron2/projects/{Path(project).name}/__init__.py"
+        for project in install_detectron2.PROJECTS
+    ]
     assert contents == {
         "detectron2/__init__.py",
         "detectron2/_C.py",
@@ -58,7 +63,9 @@ def test_wheel_of_a_patched_tree(release: Path, tmp_path: Path):
     assert "Requires-Dist: fvcore" in metadata
 
 
-def test_patch_that_does_not_fit_is_refused(release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_patch_that_does_not_fit_is_refused(
+    release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(install_detectron2, "PATCHES", [("masks.py", "pkg_resources", "")])
     with pytest.raises(InstallError, match=r"masks\.py"):
         install_detectron2.build_wheel(release, tmp_path / "out")
@@ -81,11 +88,16 @@ def test_another_archive_is_refused_unexecuted(tmp_path, monkeypatch, capsys):
     archive = tmp_path / "registry" / "pb1-detectron2-0.6.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(tmp_path / "setup.py", "pb1-detectron2-0.6/setup.py")
-    assert install_detectron2.main(["--sdist", str(archive), "--wheel-dir", str(tmp_path / "out")]) == 1
+    assert (
+        install_detectron2.main(["--sdist", str(archive), "--wheel-dir", str(tmp_path / "out")])
+        == 1
+    )
     assert install_detectron2.SDIST_SHA256 in capsys.readouterr().err
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(archive.parent))
-    monkeypatch.setattr(install_detectron2, "pip_commands", lambda: [[sys.executable, "-m", "pip"]])
+    monkeypatch.setattr(
+        install_detectron2, "pip_commands", lambda: [[sys.executable, "-m", "pip"]]
+    )
     with pytest.raises(InstallError, match="HASHES"):
         install_detectron2.download(tmp_path)
     assert not executed.exists() and not (tmp_path / "out").exists()
@@ -115,7 +127,9 @@ def test_installed_detectron2(monkeypatch, capsys, version, flags, builds):
 
 def test_broken_detectron2_is_reported_and_kept(tmp_path, monkeypatch, capsys):
     (tmp_path / "detectron2").mkdir()
-    (tmp_path / "detectron2" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    (tmp_path / "detectron2" / "__init__.py").write_text(
+        "raise ImportError('undefined symbol: _ZN3c10')"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert install_detectron2.main([]) == 1
     error = capsys.readouterr().err

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from gw_detectron.commands import doctor
-from gw_detectron.data.synthetic import make_synthetic
 from gw_detectron.installation import git_commit, has_detectron2
+from gw_detectron.workbench.commands import doctor
+from gw_detectron.workbench.dataset.synthetic import make_synthetic
 
 from .tiny_run import DATA, ROOT, environment, words
 
@@ -35,7 +35,9 @@ sys.meta_path.insert(0, Hide())
 
 def run(code: str, *words: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-W", "ignore", "-c", code, *words]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    return subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
 
 
 def test_layers_and_norms_work_with_torch_alone():
@@ -66,12 +68,17 @@ from gw_detectron import add_gw_config
     done = run(HIDE + code)
     error = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and "MissingPackageError: gw_detectron.add_gw_config" in error
-    assert "tools/install_detectron2.py" in error and "https://detectron2.readthedocs.io" in error
+    assert (
+        "tools/install_detectron2.py" in error and "https://detectron2.readthedocs.io" in error
+    )
 
 
 @pytest.mark.parametrize(("command", "status"), [("doctor", 0), ("train", 1)])
 def test_commands_without_detectron2(command, status):
-    done = run(f"torch_alone = False\n{HIDE}\nfrom gw_detectron.commands import main\nmain()", command)
+    done = run(
+        f"torch_alone = False\n{HIDE}\nfrom gw_detectron.workbench.commands import main\nmain()",
+        command,
+    )
     assert done.returncode == status and "Traceback" not in done.stderr
     assert ("needs Detectron2" in done.stderr) == (status == 1)
 
@@ -111,8 +118,15 @@ print("trained", sum("GroupWhitening2d" in type(m).__name__ for m in trainer.mod
 def test_a_stock_script_trains_with_our_yaml_by_the_environment_module(tmp_path):
     make_synthetic(tmp_path, DATA)
     (tmp_path / "stock.py").write_text(STOCK)
-    command = [sys.executable, "stock.py", *words(tmp_path / "output", SOLVER__MAX_ITER=2, SOLVER__STEPS="(1,)")]
-    variables = {"SHAPES": str(tmp_path / "gw_synthetic"), "DETECTRON2_ENV_MODULE": "gw_detectron.env"}
+    command = [
+        sys.executable,
+        "stock.py",
+        *words(tmp_path / "output", SOLVER__MAX_ITER=2, SOLVER__STEPS="(1,)"),
+    ]
+    variables = {
+        "SHAPES": str(tmp_path / "gw_synthetic"),
+        "DETECTRON2_ENV_MODULE": "gw_detectron.env",
+    }
     ended = subprocess.run(
         command,
         env=environment(tmp_path / "none", **variables),
@@ -128,7 +142,9 @@ def test_a_stock_script_trains_with_our_yaml_by_the_environment_module(tmp_path)
 def test_git_commit(tmp_path, monkeypatch):
     def git(*words):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
-        done = subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
         return done.stdout.strip()
 
     git("init")

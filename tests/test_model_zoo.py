@@ -13,8 +13,16 @@ GW_R50 = "COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml"
 
 def test_list_configs_names_every_config_that_trains():
     root = Path(__file__).resolve().parent.parent / "configs"
-    every = {path.relative_to(root).as_posix() for path in root.rglob("*.*") if path.suffix in (".yaml", ".py")}
-    parts = {name for name in every if Path(name).name.startswith("Base-") or name.startswith("common/")}
+    every = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.*")
+        if path.suffix in (".yaml", ".py")
+    }
+    parts = {
+        name
+        for name in every
+        if Path(name).name.startswith("Base-") or name.startswith("common/")
+    }
     assert set(model_zoo.list_configs()) == every - parts
     assert model_zoo.list_configs() == sorted(model_zoo.list_configs())
     assert {DEMO, GW_R50} <= set(model_zoo.list_configs())
@@ -27,7 +35,9 @@ def test_get_config_reads_the_yaml_and_its_base():
     assert Path(model_zoo.get_config_file("Base-RCNN-FPN.yaml")).is_file()
 
 
-@pytest.mark.parametrize("name", [GW_R50.removesuffix(".yaml"), "../pyproject.toml", "/etc/passwd", ""])
+@pytest.mark.parametrize(
+    "name", [GW_R50.removesuffix(".yaml"), "../pyproject.toml", "/etc/passwd", ""]
+)
 def test_names_that_are_no_configs(name: str):
     with pytest.raises(ValueError, match=r"unknown") as error:
         model_zoo.get_config(name)
@@ -46,8 +56,12 @@ def test_get_builds_a_detector():
     assert any(isinstance(module, GroupWhitening2d) for module in model.modules())
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     with torch.no_grad():
-        (result,) = model.eval()([{"image": torch.rand(3, 64, 64) * 255, "height": 64, "width": 64}])
-    assert {"pred_boxes", "scores", "pred_classes", "pred_masks"} <= set(result["instances"].get_fields())
+        (result,) = model.eval()(
+            [{"image": torch.rand(3, 64, 64) * 255, "height": 64, "width": 64}]
+        )
+    assert {"pred_boxes", "scores", "pred_classes", "pred_masks"} <= set(
+        result["instances"].get_fields()
+    )
 
 
 def test_get_loads_the_weights_the_config_names(tmp_path, monkeypatch):

@@ -14,9 +14,9 @@ from PIL import Image
 
 from gw_detectron import auto_config, model_zoo
 from gw_detectron.config import read_config
-from gw_detectron.engine import Trainer, get_parser, main
-from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError, DataError
+from gw_detectron.workbench.run import Trainer, get_parser, main
+from gw_detectron.workbench.run.train import run_config
 
 from .photos import photo_names, write_photos
 
@@ -26,7 +26,10 @@ MASK = [[0, 0, 9, 0, 9, 9]]
 def content(images=20, side=256, objects=5, size=40, classes=2, **fields):
     """Square objects on square images, the classes in turn."""
     return {
-        "images": [{"id": n, "file_name": f"{n}.png", "width": side, "height": side} for n in range(images)],
+        "images": [
+            {"id": n, "file_name": f"{n}.png", "width": side, "height": side}
+            for n in range(images)
+        ],
         "categories": [{"id": n, "name": f"class {n}"} for n in range(classes)],
         "annotations": [
             {
@@ -53,13 +56,25 @@ def recipe(tmp_path, data, *changes, config="own_mask_rcnn_R_18_FPN_GW", **optio
 
 def test_small_dense_objects_get_pixels_anchors_and_room(tmp_path):
     cfg, reasons = recipe(tmp_path, content(objects=300, size=8))
-    assert np.median(cfg.INPUT.MIN_SIZE_TRAIN) == cfg.INPUT.MIN_SIZE_TEST == 384  # the most on a CPU
-    assert len(set(cfg.INPUT.MIN_SIZE_TRAIN)) > 1 and cfg.INPUT.AUGMENTATIONS and cfg.SOLVER.EMA == 0.999
+    assert (
+        np.median(cfg.INPUT.MIN_SIZE_TRAIN) == cfg.INPUT.MIN_SIZE_TEST == 384
+    )  # the most on a CPU
+    assert (
+        len(set(cfg.INPUT.MIN_SIZE_TRAIN)) > 1
+        and cfg.INPUT.AUGMENTATIONS
+        and cfg.SOLVER.EMA == 0.999
+    )
     assert cfg.INPUT.SCALE_PER_BATCH
     assert min(map(min, cfg.MODEL.ANCHOR_GENERATOR.SIZES)) <= 16
-    assert cfg.TEST.DETECTIONS_PER_IMAGE >= 300 and cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE == 1024
+    assert (
+        cfg.TEST.DETECTIONS_PER_IMAGE >= 300
+        and cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE == 1024
+    )
     for use in ("TRAIN", "TEST"):
-        assert (cfg.MODEL.RPN[f"PRE_NMS_TOPK_{use}"], cfg.MODEL.RPN[f"POST_NMS_TOPK_{use}"]) == (1500, 900)
+        assert (
+            cfg.MODEL.RPN[f"PRE_NMS_TOPK_{use}"],
+            cfg.MODEL.RPN[f"POST_NMS_TOPK_{use}"],
+        ) == (1500, 900)
     assert "300 objects" in reasons["TEST.DETECTIONS_PER_IMAGE"]
 
 
@@ -75,8 +90,12 @@ def test_a_gpu_gets_larger_images_and_more_regions(tmp_path):
 def test_large_and_long_objects_get_large_and_long_anchors(tmp_path):
     cfg, _ = recipe(tmp_path, content(objects=1, size=250))
     assert cfg.INPUT.MIN_SIZE_TEST == 160  # the least
-    cfg, _ = recipe(tmp_path, content(side=900, objects=1, size=800), "INPUT.MIN_SIZE_TRAIN", (800,))
-    assert cfg.MODEL.ANCHOR_GENERATOR.SIZES[-1][0] >= 0.8 * 800 * cfg.INPUT.MIN_SIZE_TRAIN[0] / 900
+    cfg, _ = recipe(
+        tmp_path, content(side=900, objects=1, size=800), "INPUT.MIN_SIZE_TRAIN", (800,)
+    )
+    assert (
+        cfg.MODEL.ANCHOR_GENERATOR.SIZES[-1][0] >= 0.8 * 800 * cfg.INPUT.MIN_SIZE_TRAIN[0] / 900
+    )
     data = content()
     for each in data["annotations"]:
         each["bbox"] = [0, 0, 160, 10]
@@ -94,11 +113,16 @@ def test_masks_decide_their_format_and_whether_there_is_a_mask_head(tmp_path):
 def test_images_of_rare_classes_are_repeated(tmp_path):
     data = content(images=60, classes=1)
     data["categories"] += [{"id": 1, "name": "rare"}, {"id": 2, "name": "often"}]
-    data["annotations"] += [{**data["annotations"][0], "image_id": n, "category_id": 2} for n in range(50)]
+    data["annotations"] += [
+        {**data["annotations"][0], "image_id": n, "category_id": 2} for n in range(50)
+    ]
     data["annotations"].append({**data["annotations"][0], "category_id": 1})
     cfg, _ = recipe(tmp_path, data)
     assert cfg.DATALOADER.SAMPLER_TRAIN == "RepeatFactorTrainingSampler"
-    records = [{"annotations": [a for a in data["annotations"] if a["image_id"] == n]} for n in range(60)]
+    records = [
+        {"annotations": [a for a in data["annotations"] if a["image_id"] == n]}
+        for n in range(60)
+    ]
     factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
         records, cfg.DATALOADER.REPEAT_THRESHOLD
     )
@@ -116,7 +140,9 @@ def test_images_of_rare_classes_are_repeated(tmp_path):
     ],
 )
 def test_rate_and_length_follow_from_the_batch(tmp_path, config, images, rate):
-    cfg, _ = recipe(tmp_path, content(), "SOLVER.IMS_PER_BATCH", images, config=config, epochs=8)
+    cfg, _ = recipe(
+        tmp_path, content(), "SOLVER.IMS_PER_BATCH", images, config=config, epochs=8
+    )
     assert pytest.approx(rate) == cfg.SOLVER.BASE_LR
     assert 8 * 20 / images == cfg.SOLVER.MAX_ITER == cfg.TEST.EVAL_PERIOD
 
@@ -127,11 +153,21 @@ def test_the_rate_of_retinanet(tmp_path):
     assert cfg.SOLVER.BASE_LR == 0.01 * cfg.SOLVER.IMS_PER_BATCH / 16
 
 
-@pytest.mark.parametrize(("images", "passes", "times"), [(8, 100, 5), (250, 24, 4), (4000, 12, 2)])
+@pytest.mark.parametrize(
+    ("images", "passes", "times"), [(8, 100, 5), (250, 24, 4), (4000, 12, 2)]
+)
 def test_length_and_periods_follow_from_the_images(tmp_path, images, passes, times):
     cfg, _ = recipe(tmp_path, content(images=images, objects=1))
-    assert (passes * images // 2, passes * images // 2 // times) == (cfg.SOLVER.MAX_ITER, cfg.TEST.EVAL_PERIOD)
-    assert cfg.TEST.EVAL_PERIOD % cfg.SOLVER.CHECKPOINT_PERIOD == 0 < cfg.SOLVER.CHECKPOINT_PERIOD <= 2000
+    assert (passes * images // 2, passes * images // 2 // times) == (
+        cfg.SOLVER.MAX_ITER,
+        cfg.TEST.EVAL_PERIOD,
+    )
+    assert (
+        cfg.TEST.EVAL_PERIOD % cfg.SOLVER.CHECKPOINT_PERIOD
+        == 0
+        < cfg.SOLVER.CHECKPOINT_PERIOD
+        <= 2000
+    )
 
 
 def test_objects_as_large_as_the_image_have_positive_anchors():
@@ -146,19 +182,29 @@ def test_reasons_tell_the_pixels_that_objects_get(tmp_path):
     assert "get 30 to 50 pixels" in reasons["INPUT.MIN_SIZE_TRAIN"]
     for each in data["images"]:
         each |= {"width": 2048, "height": 256}
-    _, reasons = recipe(tmp_path, data, "MODEL.DEVICE", "cuda")  # the longer side limits all scales
+    _, reasons = recipe(
+        tmp_path, data, "MODEL.DEVICE", "cuda"
+    )  # the longer side limits all scales
     assert "get 13 to 13 pixels; for more, cut the images" in reasons["INPUT.MIN_SIZE_TRAIN"]
 
 
 def test_the_class_of_the_smallest_objects_decides_the_image_size(tmp_path):
     data = content(side=900, size=300)
     for number, each in enumerate(data["annotations"]):
-        each |= {"category_id": 1, "bbox": [0, 0, 20, 20]} if number % 20 == 0 else {"category_id": 0}
+        each |= (
+            {"category_id": 1, "bbox": [0, 0, 20, 20]}
+            if number % 20 == 0
+            else {"category_id": 0}
+        )
     assert recipe(tmp_path, data)[0].INPUT.MIN_SIZE_TEST == 384
 
 
 def test_given_keys_stay(tmp_path):
-    given = {"INPUT.MIN_SIZE_TRAIN": (96,), "SOLVER.MAX_ITER": 40, "MODEL.ANCHOR_GENERATOR.SIZES": [[9]] * 5}
+    given = {
+        "INPUT.MIN_SIZE_TRAIN": (96,),
+        "SOLVER.MAX_ITER": 40,
+        "MODEL.ANCHOR_GENERATOR.SIZES": [[9]] * 5,
+    }
     given["INPUT.AUGMENTATIONS"] = []
     words = [word for pair in given.items() for word in pair]
     cfg, reasons = recipe(tmp_path, content(objects=300, size=8), *words, given=given)
@@ -171,13 +217,23 @@ def test_given_keys_stay(tmp_path):
 def test_the_rate_drops_before_the_end_of_the_shortest_run(tmp_path, iterations):
     keys = ["SOLVER.MAX_ITER", iterations, "DATASETS.TEST", ("kitchen", "garden")]
     cfg, _ = recipe(tmp_path, content(), *keys, given=keys)
-    assert all(step < iterations for step in cfg.SOLVER.STEPS) and cfg.TEST.BEST == "kitchen/segm/AP"
+    assert (
+        all(step < iterations for step in cfg.SOLVER.STEPS)
+        and cfg.TEST.BEST == "kitchen/segm/AP"
+    )
     keys = ["TEST.EVAL_PERIOD", 0, *keys]
-    assert not recipe(tmp_path, content(), *keys, given=keys)[0].TEST.BEST  # it would need evaluations
+    assert not recipe(tmp_path, content(), *keys, given=keys)[
+        0
+    ].TEST.BEST  # it would need evaluations
 
 
 @pytest.mark.parametrize(
-    ("val", "best"), [(content(objects=100, classes=1), "AP"), (content(objects=101, classes=1), "AP@101"), ([], "AP")]
+    ("val", "best"),
+    [
+        (content(objects=100, classes=1), "AP"),
+        (content(objects=101, classes=1), "AP@101"),
+        ([], "AP"),
+    ],
 )
 def test_the_best_weights_have_the_ap_that_counts_all_objects(tmp_path, val, best):
     (tmp_path / "val.json").write_text(json.dumps(val))
@@ -192,8 +248,14 @@ ODD = {
     "one object": content(images=1, objects=1),
     "1000 classes": content(images=200, classes=1000),
     "no pixel to spare": content(side=1, size=1),
-    "some boxes of zero area": {**content(), "annotations": content()["annotations"] + content(size=0)["annotations"]},
-    "mixed sizes": {**content(), "images": [{"id": n, "width": 8 + 90 * n, "height": 40} for n in range(20)]},
+    "some boxes of zero area": {
+        **content(),
+        "annotations": content()["annotations"] + content(size=0)["annotations"],
+    },
+    "mixed sizes": {
+        **content(),
+        "images": [{"id": n, "width": 8 + 90 * n, "height": 40} for n in range(20)],
+    },
 }
 
 
@@ -201,14 +263,25 @@ ODD = {
 def test_odd_data_give_a_config_that_can_be_built(tmp_path, name):
     cfg, _ = recipe(tmp_path, ODD[name])
     steps = (0, *cfg.SOLVER.STEPS, cfg.SOLVER.MAX_ITER)
-    assert all(a < b for a, b in itertools.pairwise(steps)) and cfg.SOLVER.WARMUP_ITERS < cfg.SOLVER.MAX_ITER
+    assert (
+        all(a < b for a, b in itertools.pairwise(steps))
+        and cfg.SOLVER.WARMUP_ITERS < cfg.SOLVER.MAX_ITER
+    )
     with torch.device("meta"):
         cfg.MODEL.DEVICE = "meta"
         assert build_model(cfg).roi_heads.num_classes == len(ODD[name]["categories"])
 
 
 @pytest.mark.parametrize(
-    "data", [content(objects=0), content(size=0), content(iscrowd=1), content(ignore=1), [], content(bbox=None)]
+    "data",
+    [
+        content(objects=0),
+        content(size=0),
+        content(iscrowd=1),
+        content(ignore=1),
+        [],
+        content(bbox=None),
+    ],
 )
 def test_data_without_an_object_to_learn_are_refused(tmp_path, data):
     with pytest.raises(DataError):
@@ -231,10 +304,25 @@ def run(tmp_path, monkeypatch):
     """Start a run on photos by the words of its command line, without a step; return its config."""
     monkeypatch.setattr(Trainer, "train", lambda trainer: trainer._lock.close())
     write_photos(tmp_path, photo_names(12))
-    data = ["--train-json", f"{tmp_path}/annotations.json", "--train-images", f"{tmp_path}/photos"]
+    data = [
+        "--train-json",
+        f"{tmp_path}/annotations.json",
+        "--train-images",
+        f"{tmp_path}/photos",
+    ]
 
     def prepared(*flags, keys=(), **changes):
-        words = [*flags, *data, "--val-fraction", "0.3", "--num-gpus", "0", "OUTPUT_DIR", f"{tmp_path}/out", *keys]
+        words = [
+            *flags,
+            *data,
+            "--val-fraction",
+            "0.3",
+            "--num-gpus",
+            "0",
+            "OUTPUT_DIR",
+            f"{tmp_path}/out",
+            *keys,
+        ]
         main(get_parser().parse_args(words))
         return read_config(f"{tmp_path}/out/config.yaml")
 
@@ -243,10 +331,18 @@ def run(tmp_path, monkeypatch):
 
 def test_a_run_with_auto_alone(run, tmp_path):
     cfg = run("--auto", keys=["MODEL.RPN.POST_NMS_TOPK_TEST", "77"])
-    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3 and cfg.MODEL.RESNETS.DEPTH == 18 and cfg.MODEL.MASK_ON
+    assert (
+        cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
+        and cfg.MODEL.RESNETS.DEPTH == 18
+        and cfg.MODEL.MASK_ON
+    )
     assert cfg.MODEL.RPN.POST_NMS_TOPK_TEST == 77
     assert 100 * len(DatasetCatalog.get("custom_train")) // 2 == cfg.SOLVER.MAX_ITER
-    lines = [line for line in (tmp_path / "out" / "log.txt").read_text().splitlines() if "--auto: " in line]
+    lines = [
+        line
+        for line in (tmp_path / "out" / "log.txt").read_text().splitlines()
+        if "--auto: " in line
+    ]
     assert any("SOLVER.MAX_ITER" in line and "passes over" in line for line in lines)
     write_photos(tmp_path, photo_names(30))  # more data: a resumed run keeps its recipe
     assert run("--auto", "--resume").SOLVER.MAX_ITER == cfg.SOLVER.MAX_ITER
@@ -262,22 +358,41 @@ def test_keys_of_the_users_own_yaml_stay(run, tmp_path):
     (tmp_path / "base.yaml").write_text(f"_BASE_: {shipped}\nSOLVER: {{BASE_LR: 0.003}}\n")
     (tmp_path / "mine.yaml").write_text("_BASE_: base.yaml\nINPUT: {MIN_SIZE_TRAIN: [99]}\n")
     cfg = run("--auto", "--config-file", f"{tmp_path}/mine.yaml")
-    assert (cfg.SOLVER.BASE_LR, list(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MIN_SIZE_TEST) == (0.003, [99], 99)
+    assert (cfg.SOLVER.BASE_LR, list(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MIN_SIZE_TEST) == (
+        0.003,
+        [99],
+        99,
+    )
 
 
 def test_deep_images_and_augmentations_reach_the_loaders(run, tmp_path):
     for path in (tmp_path / "photos").iterdir():
-        Image.fromarray(np.asarray(Image.open(path).convert("L")).astype(np.uint16) * 200).save(path, format="PNG")
-    cfg = run("--auto", keys=["INPUT.AUGMENTATIONS", "['RandomCrop(size=48)']", "DATALOADER.NUM_WORKERS", "0"])
+        Image.fromarray(np.asarray(Image.open(path).convert("L")).astype(np.uint16) * 200).save(
+            path, format="PNG"
+        )
+    cfg = run(
+        "--auto",
+        keys=["INPUT.AUGMENTATIONS", "['RandomCrop(size=48)']", "DATALOADER.NUM_WORKERS", "0"],
+    )
     assert list(cfg.INPUT.PERCENTILES) == [0.5, 99.5]
     for example in next(iter(Trainer.build_train_loader(cfg))):
-        assert example["image"].shape[1] == example["image"].shape[2] and example["image"].max() > 150
-    next(iter(Trainer.build_test_loader(cfg, "custom_val")))  # more than 8 bits are an error otherwise
+        assert (
+            example["image"].shape[1] == example["image"].shape[2]
+            and example["image"].max() > 150
+        )
+    next(
+        iter(Trainer.build_test_loader(cfg, "custom_val"))
+    )  # more than 8 bits are an error otherwise
 
 
 def test_epochs_set_the_schedule_alone(run, tmp_path):
     cfg = run("--epochs", "4", "--config-file", "own_mask_rcnn_R_18_FPN_GW")
-    assert 2 * len(DatasetCatalog.get("custom_train")) == cfg.SOLVER.MAX_ITER and cfg.INPUT.MIN_SIZE_TEST == 320
-    (tmp_path / "mine.yaml").write_text("_BASE_: own_mask_rcnn_R_18_FPN_GW\nSOLVER: {MAX_ITER: 7, STEPS: [5]}\n")
+    assert (
+        2 * len(DatasetCatalog.get("custom_train")) == cfg.SOLVER.MAX_ITER
+        and cfg.INPUT.MIN_SIZE_TEST == 320
+    )
+    (tmp_path / "mine.yaml").write_text(
+        "_BASE_: own_mask_rcnn_R_18_FPN_GW\nSOLVER: {MAX_ITER: 7, STEPS: [5]}\n"
+    )
     again = run("--epochs", "4", "--config-file", f"{tmp_path}/mine.yaml").SOLVER
     assert (again.MAX_ITER, again.STEPS) == (cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS)

@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import multiprocessing, sys
-from gw_detectron.cli import safe_imports
+from gw_detectron.workbench.console import safe_imports
 
 def work():
     import statistics

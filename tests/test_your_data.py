@@ -14,10 +14,10 @@ import yaml
 from PIL import Image
 from pycocotools import mask as coco_mask
 
-from gw_detectron.data import read_datasets, register_datasets
-from gw_detectron.engine import get_parser
-from gw_detectron.engine.train import run_config
-from gw_detectron.preflight.annotation_checks import DatasetNeeds, check_coco
+from gw_detectron.workbench.dataset import read_datasets, register_datasets
+from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
+from gw_detectron.workbench.run import get_parser
+from gw_detectron.workbench.run.train import run_config
 
 from .documentation.pages import blocks, commands, read
 from .photos import photo_names, write_photos
@@ -74,14 +74,21 @@ def test_the_example_of_a_yaml(user):
     write_photos(user / "mydata" / "garden", photo_names(5))
     (user / "mydata" / "garden" / "annotations.json").rename(user / "mydata" / "garden.json")
     found = register_datasets(read_datasets("mydata/datasets.yaml"), "output")
-    assert list(found.train) == ["kitchen", "garden"] and list(found.val) == ["garden_val", "kitchen_val"]
+    assert list(found.train) == ["kitchen", "garden"] and list(found.val) == [
+        "garden_val",
+        "kitchen_val",
+    ]
 
 
 def test_voc_boxes_become_coco(tmp_path, monkeypatch):
     for name in ("Annotations", "ImageSets/Main", "JPEGImages"):
         (tmp_path / name).mkdir(parents=True)
     Image.new("RGB", (40, 20)).save(tmp_path / "JPEGImages" / "a.jpg")
-    boxes = {"dog": (1, 1, 40, 20), "cat": (11, 5, 20, 14), "ant": (5, 5, 4, 9)}  # the last one has no area
+    boxes = {
+        "dog": (1, 1, 40, 20),
+        "cat": (11, 5, 20, 14),
+        "ant": (5, 5, 4, 9),
+    }  # the last one has no area
     objects = "".join(
         f"<object><name>{name}</name><difficult>{int(name == 'cat')}</difficult><bndbox><xmin>{x}</xmin>"
         f"<ymin>{y}</ymin><xmax>{right}</xmax><ymax>{bottom}</ymax></bndbox></object>"
@@ -92,10 +99,17 @@ def test_voc_boxes_become_coco(tmp_path, monkeypatch):
     content = convert(monkeypatch, "bccd", tmp_path, "--max-side", "20")
     assert [each["name"] for each in content["categories"]] == ["ant", "cat", "dog"]
     assert [each["bbox"] for each in content["annotations"]] == [[0, 0, 20, 10], [5, 2, 5, 5]]
-    assert [(each["category_id"], each["iscrowd"]) for each in content["annotations"]] == [(3, 0), (2, 1)]
+    assert [(each["category_id"], each["iscrowd"]) for each in content["annotations"]] == [
+        (3, 0),
+        (2, 1),
+    ]
 
 
-@pytest.mark.parametrize(("value", "name"), [(255, "n{}"), (1, "n{}"), (255, "photo")], ids=["255", "1", "same names"])
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(255, "n{}"), (1, "n{}"), (255, "photo")],
+    ids=["255", "1", "same names"],
+)
 def test_masks_become_coco(tmp_path, monkeypatch, value, name):
     mask = np.zeros((20, 30), np.uint8)
     mask[4:10, 6:9] = value
@@ -103,7 +117,9 @@ def test_masks_become_coco(tmp_path, monkeypatch, value, name):
         folder = tmp_path / "source" / f"n{number}"
         for each in ("images", "masks"):
             (folder / each).mkdir(parents=True)
-        Image.new("RGBA", (30, 20), (number, 0, 0)).save(folder / "images" / f"{name.format(number)}.png")
+        Image.new("RGBA", (30, 20), (number, 0, 0)).save(
+            folder / "images" / f"{name.format(number)}.png"
+        )
         Image.fromarray(mask).save(folder / "masks" / "m.png")
     content = convert(monkeypatch, "nuclei", tmp_path / "source")
     val = json.loads((tmp_path / "source" / "out" / "val.json").read_text())
@@ -114,7 +130,9 @@ def test_masks_become_coco(tmp_path, monkeypatch, value, name):
     (found,) = val["annotations"]
     assert (found["bbox"], found["area"]) == ([6, 4, 3, 6], 18)
     assert (coco_mask.decode(found["segmentation"]) == (mask > 0)).all()
-    Image.fromarray(np.full((20, 30), 700, np.uint16)).save(folder / "images" / f"{name.format(number)}.png")
+    Image.fromarray(np.full((20, 30), 700, np.uint16)).save(
+        folder / "images" / f"{name.format(number)}.png"
+    )
     with pytest.raises(SystemExit, match="8 bits"):
         convert(monkeypatch, "nuclei", tmp_path / "source")
     Image.new("L", (30, 20)).save(folder / "images" / "other.png")
@@ -137,7 +155,10 @@ def test_the_commands_run_in_their_order(user):
     del tiny["MODEL.DEVICE"]  # the commands say --num-gpus 0
 
     def run(command, **changes):
-        words = [*command[1:], *(str(word) for pair in {**tiny, **changes}.items() for word in pair)]
+        words = [
+            *command[1:],
+            *(str(word) for pair in {**tiny, **changes}.items() for word in pair),
+        ]
         ended = subprocess.run(
             [sys.executable, "-m", "gw_detectron", *words],
             env=environment(user),
@@ -150,9 +171,24 @@ def test_the_commands_run_in_their_order(user):
 
     run(SMALL)
     names = os.listdir("output/small")
-    assert {"config.yaml", "datasets.yaml", "datasets", "model_final.pth", "metrics.json"} <= set(names)
+    assert {
+        "config.yaml",
+        "datasets.yaml",
+        "datasets",
+        "model_final.pth",
+        "metrics.json",
+    } <= set(names)
     assert "Starting training from iteration 4" in run(RESUME, **{"SOLVER.MAX_ITER": 6})
-    for command, dataset in ((EVALUATE, "custom_val"), (OTHER_PHOTOS, "more_val"), (TRAINING_PHOTOS, "custom_train")):
+    for command, dataset in (
+        (EVALUATE, "custom_val"),
+        (OTHER_PHOTOS, "more_val"),
+        (TRAINING_PHOTOS, "custom_train"),
+    ):
         printed = run(command)
         assert f" on {dataset}. " in printed and "Evaluation results for segm" in printed
-        assert dataset in yaml.safe_load(Path("output/small/inference/config.yaml").read_text())["DATASETS"]["TEST"]
+        assert (
+            dataset
+            in yaml.safe_load(Path("output/small/inference/config.yaml").read_text())[
+                "DATASETS"
+            ]["TEST"]
+        )

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic
-from gw_detectron.engine import get_parser
+from gw_detectron.workbench.dataset import SyntheticConfig, make_synthetic, register_synthetic
+from gw_detectron.workbench.run import get_parser
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "quick_schedules" / "mask_rcnn_R_18_FPN_BN_GW_demo.yaml"
-DATA = SyntheticConfig(num_train=12, num_val=3, min_side=64, max_side=80, max_objects=3, min_size=0.3)
+DATA = SyntheticConfig(
+    num_train=12, num_val=3, min_side=64, max_side=80, max_objects=3, min_size=0.3
+)
 
 OPTS = {
     "MODEL.DEVICE": "cpu",
@@ -67,8 +69,17 @@ def dataset(root: Path) -> Iterator[Path]:
 
 def words(output: Path, *flags: str, **overrides: object) -> list[str]:
     """The words after ``train_net.py``; overrides are written with ``__`` for the dot."""
-    opts = {**OPTS, "OUTPUT_DIR": str(output), **{k.replace("__", "."): v for k, v in overrides.items()}}
-    return ["--config-file", str(CONFIG), *flags, *(str(word) for pair in opts.items() for word in pair)]
+    opts = {
+        **OPTS,
+        "OUTPUT_DIR": str(output),
+        **{k.replace("__", "."): v for k, v in overrides.items()},
+    }
+    return [
+        "--config-file",
+        str(CONFIG),
+        *flags,
+        *(str(word) for pair in opts.items() for word in pair),
+    ]
 
 
 def arguments(output: Path, *flags: str, **overrides: object) -> argparse.Namespace:

@@ -4,9 +4,11 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/ is not part of the package
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # benchmarks/ is not part of the package
 from benchmarks.command import get_parser, main
-from gw_detectron.cli import errors_reported
+from gw_detectron.workbench.console import errors_reported
 
 if __name__ == "__main__":
     with errors_reported():

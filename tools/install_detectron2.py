@@ -25,7 +25,9 @@ from pathlib import Path
 
 SDIST = "pb1-detectron2==0.6"
 SDIST_SHA256 = "5d2e9e51e523ec72f6a31cca04b0a515492e9514b773a3d134cedc0677170b29"
-VERSION = "0.6+pure.2"  # Change it with the patches: "+pure" builds of another version are replaced.
+VERSION = (
+    "0.6+pure.2"  # Change it with the patches: "+pure" builds of another version are replaced.
+)
 
 # The dependencies of the release, without those of its Caffe2 export (future, pydot) and without its pin of black.
 # OpenCV is not declared, as in the release: several packages provide cv2 and only one may be installed.
@@ -94,7 +96,11 @@ PATCHES = (
         '(COCOeval_opt if use_fast_impl and iou_type != "keypoints" else COCOeval)',
     ),
     # These only silence warnings of torch.
-    ("engine/train_loop.py", r"from torch\.cuda\.amp import GradScaler", "from torch.amp import GradScaler"),
+    (
+        "engine/train_loop.py",
+        r"from torch\.cuda\.amp import GradScaler",
+        "from torch.amp import GradScaler",
+    ),
     ("engine/train_loop.py", r"with autocast\(\):", 'with torch.autocast("cuda"):'),
     ("modeling/anchor_generator.py", r"meshgrid\((.*)\)$", r'meshgrid(\1, indexing="ij")'),
 )
@@ -167,9 +173,15 @@ def pip_commands() -> list[list[str]]:
     pip after 26.0 refuses this archive because an extra of it has a dependency with a URL.
     """
     commands = [[sys.executable, "-m", "pip"]]
-    places = [sysconfig.get_path("stdlib") + "/ensurepip/_bundled", sysconfig.get_config_var("WHEEL_PKG_DIR")]
+    places = [
+        sysconfig.get_path("stdlib") + "/ensurepip/_bundled",
+        sysconfig.get_config_var("WHEEL_PKG_DIR"),
+    ]
     for place in filter(None, places):
-        commands += [[sys.executable, str(wheel / "pip")] for wheel in sorted(Path(place).glob("pip-*.whl"))]
+        commands += [
+            [sys.executable, str(wheel / "pip")]
+            for wheel in sorted(Path(place).glob("pip-*.whl"))
+        ]
     return commands
 
 
@@ -177,7 +189,14 @@ def download(folder: Path) -> Path:
     """Download the archive from pip's registry into a folder; return its path."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{SDIST} --hash=sha256:{SDIST_SHA256}\n")
-    options = ["download", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
+    options = [
+        "download",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-binary",
+        ":all:",
+    ]
     options += ["--require-hashes", "--requirement", str(requirements), "--dest", str(folder)]
     say(f"Downloading {SDIST}.")
     failures = []
@@ -189,7 +208,8 @@ def download(folder: Path) -> Path:
         else:
             return next(folder.glob("*.tar.gz"))
     raise InstallError(
-        "\n".join(failures) + "\nFix: install pip<=26.0 if pip refuses a direct URL. Without a network, build the "
+        "\n".join(failures)
+        + "\nFix: install pip<=26.0 if pip refuses a direct URL. Without a network, build the "
         "wheel on another machine (--wheel-dir DIR) and install it here with pip, or give the archive with --sdist."
     )
 
@@ -199,7 +219,9 @@ def read_archive(archive: Path) -> bytes:
     data = archive.read_bytes()
     found = hashlib.sha256(data).hexdigest()
     if found != SDIST_SHA256:
-        raise InstallError(f"{archive}: SHA-256 is {found}, expected {SDIST_SHA256}: it is not {SDIST}, or damaged.")
+        raise InstallError(
+            f"{archive}: SHA-256 is {found}, expected {SDIST_SHA256}: it is not {SDIST}, or damaged."
+        )
     return data
 
 
@@ -210,7 +232,9 @@ def patch_tree(root: Path) -> None:
         file = package / name
         text, count = re.subn(pattern, replacement, file.read_text("utf-8"), flags=re.MULTILINE)
         if not count:
-            raise InstallError(f"{name}: {pattern!r} is not in it; the source archive is not {SDIST}.")
+            raise InstallError(
+                f"{name}: {pattern!r} is not in it; the source archive is not {SDIST}."
+            )
         file.write_text(text, "utf-8")
     (package / "_C.py").write_text(STUB)
     for project in PROJECTS:
@@ -233,8 +257,18 @@ def build_wheel(archive: Path | None, folder: Path) -> Path:
         (root,) = Path(work, "source").iterdir()
         patch_tree(root)
         say(f"Building the wheel of detectron2 {VERSION}.")
-        pip_wheel = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps"]
-        run([*pip_wheel, "--no-build-isolation", "--wheel-dir", str(folder), str(root)], "Building the wheel")
+        pip_wheel = [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
+        run(
+            [*pip_wheel, "--no-build-isolation", "--wheel-dir", str(folder), str(root)],
+            "Building the wheel",
+        )
     return next(folder.glob(f"detectron2-{VERSION}-*.whl"))
 
 
@@ -270,31 +304,58 @@ def install(archive: Path | None, force: bool) -> None:
         say(f"detectron2 {version} is installed and stays as it is.")
         return
     if importlib.util.find_spec("torch") is None:
-        raise InstallError("torch: not installed; the archive's setup script needs it. Fix: install torch first.")
+        raise InstallError(
+            "torch: not installed; the archive's setup script needs it. Fix: install torch first."
+        )
     with tempfile.TemporaryDirectory(prefix="detectron2-") as work:
         wheel = build_wheel(archive, Path(work))
-        pip_install = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+        pip_install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--disable-pip-version-check",
+            "--no-input",
+        ]
         # Dependencies first: if they fail, an installed detectron2 is unchanged.
         say("Installing the dependencies.")
-        if subprocess.run([*pip_install, "--quiet", *DEPENDENCIES], stdin=subprocess.DEVNULL).returncode:
-            raise InstallError("Installing the dependencies failed; detectron2 was not installed. See pip's message.")
-        run([*pip_install, "--no-deps", "--force-reinstall", str(wheel)], "Installing detectron2")
+        if subprocess.run(
+            [*pip_install, "--quiet", *DEPENDENCIES], stdin=subprocess.DEVNULL
+        ).returncode:
+            raise InstallError(
+                "Installing the dependencies failed; detectron2 was not installed. See pip's message."
+            )
+        run(
+            [*pip_install, "--no-deps", "--force-reinstall", str(wheel)],
+            "Installing detectron2",
+        )
     check_import()
     say(f"detectron2 {VERSION} is installed.")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status: 0 if detectron2 works or the wheel is written, 1 after an error message."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wheel-dir", type=Path, metavar="DIR", help="only build the wheel and write it to DIR")
-    parser.add_argument("--sdist", type=Path, metavar="FILE", help="use this source archive instead of a download")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--wheel-dir", type=Path, metavar="DIR", help="only build the wheel and write it to DIR"
+    )
+    parser.add_argument(
+        "--sdist",
+        type=Path,
+        metavar="FILE",
+        help="use this source archive instead of a download",
+    )
     parser.add_argument("--force", action="store_true", help="replace an installed detectron2")
     args = parser.parse_args(argv)
     try:
         if args.wheel_dir is None:
             install(args.sdist, args.force)
         else:
-            say(f"Wrote {build_wheel(args.sdist, args.wheel_dir)}. Install it on any machine with `pip install`.")
+            say(
+                f"Wrote {build_wheel(args.sdist, args.wheel_dir)}. Install it on any machine with `pip install`."
+            )
     except (InstallError, OSError) as error:
         print(f"[install_detectron2] ERROR: {error}", file=sys.stderr)
         return 1

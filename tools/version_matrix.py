@@ -18,8 +18,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, BUILD = ROOT / "CONTRIBUTING.md", ROOT / "build" / "matrix"
 #: options of `uv pip install` beside the requirements of pyproject.toml
-COMBINATIONS = {"lowest": ["--resolution", "lowest-direct", "numpy==1.26.4", "pillow==10.0.*"], "newest": []}
-TESTS = ["modeling", "weights", "checkpoint", "engine", "preflight", "export", "test_configs.py"]
+COMBINATIONS = {
+    "lowest": ["--resolution", "lowest-direct", "numpy==1.26.4", "pillow==10.0.*"],
+    "newest": [],
+}
+TESTS = [
+    "modeling",
+    "weights",
+    "checkpoint",
+    "engine",
+    "preflight",
+    "export",
+    "test_configs.py",
+]
 CONFIG = "quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml"
 DEMO = ["MODEL.DEVICE", "cpu", "SOLVER.MAX_ITER", "20", "SOLVER.CHECKPOINT_PERIOD", "10"]
 PROBE = """
@@ -35,13 +46,41 @@ print(json.dumps([platform.python_version(), f"{detectron2.__version__}, {build}
 def build_environment(name: str) -> Path:
     """Create a virtual environment with one combination; return its interpreter."""
     folder, wheels = BUILD / name, BUILD / "wheel"
-    subprocess.run([sys.executable, ROOT / "tools" / "install_detectron2.py", "--wheel-dir", wheels], check=True)
+    subprocess.run(
+        [sys.executable, ROOT / "tools" / "install_detectron2.py", "--wheel-dir", wheels],
+        check=True,
+    )
     uv, python = Path(sys.executable).with_name("uv"), folder / "bin" / "python"
-    subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    needed = ["-r", ROOT / "pyproject.toml", "--extra", "weights", "--extra", "tools", "--extra", "test", "setuptools"]
-    needed += [line for line in extras["export"] if not line.startswith("torch")]  # its torch is newer than the lowest
-    install = [uv, "pip", "install", "--quiet", "--python", python, *wheels.glob("*.whl"), *needed]
+    subprocess.run(
+        [uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True
+    )
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    needed = [
+        "-r",
+        ROOT / "pyproject.toml",
+        "--extra",
+        "weights",
+        "--extra",
+        "tools",
+        "--extra",
+        "test",
+        "setuptools",
+    ]
+    needed += [
+        line for line in extras["export"] if not line.startswith("torch")
+    ]  # its torch is newer than the lowest
+    install = [
+        uv,
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        python,
+        *wheels.glob("*.whl"),
+        *needed,
+    ]
     subprocess.run([*install, *COMBINATIONS[name]], check=True)
     return python
 
@@ -55,11 +94,22 @@ def run_combination(python: Path) -> list[str]:
             "DETECTRON2_DATASETS": str(BUILD / "datasets"),
             "PYTHONWARNINGS": "ignore",
         }
-        return subprocess.run([python, *words], cwd=ROOT, env=os.environ | variables, text=True, **options)
+        return subprocess.run(
+            [python, *words], cwd=ROOT, env=os.environ | variables, text=True, **options
+        )
 
-    versions = json.loads(run("-c", PROBE, check=True, capture_output=True).stdout.splitlines()[-1])
+    versions = json.loads(
+        run("-c", PROBE, check=True, capture_output=True).stdout.splitlines()[-1]
+    )
     with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
-        options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", f"--junitxml={folder}/report.xml"]
+        options = [
+            "-q",
+            "-m",
+            "not slow",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={folder}/report.xml",
+        ]
         run("-m", "pytest", *options, *(f"tests/{name}" for name in TESTS))
         (suite,) = ElementTree.parse(f"{folder}/report.xml").getroot()
         tests, failures, errors, skipped = (
@@ -88,13 +138,24 @@ def write_row(name: str, cells: list[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(COMBINATIONS)}, or the name of a row")
-    parser.add_argument("--python", type=Path, help="interpreter of your environment, for one NAME")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"of {', '.join(COMBINATIONS)}, or the name of a row",
+    )
+    parser.add_argument(
+        "--python", type=Path, help="interpreter of your environment, for one NAME"
+    )
     args = parser.parse_args()
     names = args.names or list(COMBINATIONS)
     if len(names) != 1 if args.python else set(names) - set(COMBINATIONS):
-        parser.error(f"NAME ({' '.join(names)}): give one name with --python, or some of {', '.join(COMBINATIONS)}.")
+        parser.error(
+            f"NAME ({' '.join(names)}): give one name with --python, or some of {', '.join(COMBINATIONS)}."
+        )
     good = True
     for name in names:
         cells = run_combination(args.python or build_environment(name))

@@ -5,7 +5,7 @@ from detectron2.model_zoo import get_config
 from detectron2.solver import WarmupParamScheduler
 from fvcore.common.param_scheduler import MultiStepParamScheduler
 
-from gw_detectron.engine.optimizer import get_default_optimizer_params
+from gw_detectron.workbench.run.optimizer import get_default_optimizer_params
 
 from ..common.models.mask_rcnn_fpn_gw import model
 
@@ -35,7 +35,9 @@ optimizer = L(torch.optim.SGD)(
     weight_decay=1e-4,
 )
 lr_multiplier = L(WarmupParamScheduler)(
-    scheduler=L(MultiStepParamScheduler)(values=[1.0, 0.1, 0.01], milestones=[60000, 80000], num_updates=90000),
+    scheduler=L(MultiStepParamScheduler)(
+        values=[1.0, 0.1, 0.01], milestones=[60000, 80000], num_updates=90000
+    ),
     warmup_length=500 / 90000,
     warmup_factor=1 / 3,
     warmup_method="linear",

@@ -3,11 +3,18 @@
 from detectron2.config import LazyCall as L
 from detectron2.model_zoo import get_config
 
-from gw_detectron.engine.optimizer import get_default_optimizer_params
 from gw_detectron.installation import require_packages
-from gw_detectron.modeling import GWFPN, GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead, gw_resnet
+from gw_detectron.modeling import (
+    GWFPN,
+    GWFastRCNNConvFCHead,
+    GWMaskRCNNConvUpsampleHead,
+    gw_resnet,
+)
+from gw_detectron.workbench.run.optimizer import get_default_optimizer_params
 
-require_packages("Large-scale jitter, which crops polygons", "shapely")  # else an error at the first batch
+require_packages(
+    "Large-scale jitter, which crops polygons", "shapely"
+)  # else an error at the first batch
 _config = get_config("new_baselines/mask_rcnn_R_50_FPN_100ep_LSJ.py")
 dataloader, lr_multiplier, model = _config.dataloader, _config.lr_multiplier, _config.model
 optimizer, train = _config.optimizer, _config.train

@@ -2,5 +2,7 @@
 from .mask_rcnn_R_50_FPN_100ep_LSJ_GW import dataloader, lr_multiplier, model, optimizer, train  # noqa: F401
 
 train.max_iter //= 2  # 100 -> 50 epochs
-lr_multiplier.scheduler.milestones = [milestone // 2 for milestone in lr_multiplier.scheduler.milestones]
+lr_multiplier.scheduler.milestones = [
+    milestone // 2 for milestone in lr_multiplier.scheduler.milestones
+]
 lr_multiplier.scheduler.num_updates = train.max_iter

@@ -21,14 +21,22 @@ def draw(files: list[Path]) -> pyplot.Figure:
         1, len(files), figsize=(5.5 * len(files), 3), squeeze=False, layout="constrained"
     )
     for axes, file in zip(all_axes[0], files, strict=True):
-        runs = [run for run in map(json.loads, file.read_text().splitlines()) if run["seed"]]  # seed 0 chose the rates
+        runs = [
+            run for run in map(json.loads, file.read_text().splitlines()) if run["seed"]
+        ]  # seed 0 chose the rates
         norms = list(dict.fromkeys(run["norm"] for run in runs))[::-1]  # from top to bottom
         for place, norm in enumerate(norms):
             values = [run["AP"] for run in runs if run["norm"] == norm]
             axes.plot(values, [place] * len(values), "o", color="#3f51b5", alpha=0.6)
             axes.plot(mean(values), place, "|", color="black", markersize=22)
-            axes.annotate(f"{mean(values):.1f}", (mean(values), place + 0.4), ha="center", fontsize=9)
-        axes.set(title=file.parent.name, xlabel=f"{KINDS[runs[0]['task']]} AP", ylim=(-0.6, len(norms)))
+            axes.annotate(
+                f"{mean(values):.1f}", (mean(values), place + 0.4), ha="center", fontsize=9
+            )
+        axes.set(
+            title=file.parent.name,
+            xlabel=f"{KINDS[runs[0]['task']]} AP",
+            ylim=(-0.6, len(norms)),
+        )
         axes.set_yticks(range(len(norms)), norms)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x", alpha=0.3)

@@ -13,8 +13,8 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image, ImageFilter
 
-from gw_detectron.data import SyntheticConfig, make_synthetic
-from gw_detectron.data.scene import SHAPES, Array, Scene, Shape, blend
+from gw_detectron.workbench.dataset import SyntheticConfig, make_synthetic
+from gw_detectron.workbench.dataset.scene import SHAPES, Array, Scene, Shape, blend
 
 
 def _dots(x: Array, y: Array) -> Array:
@@ -34,7 +34,9 @@ _CLASSES = (
 )
 _SHAPES = {shape.name: shape for shape in SHAPES}
 # the classes first
-_KINDS = _CLASSES + tuple(kind for kind in itertools.product(TEXTURES, _SHAPES) if kind not in _CLASSES)
+_KINDS = _CLASSES + tuple(
+    kind for kind in itertools.product(TEXTURES, _SHAPES) if kind not in _CLASSES
+)
 
 _MOST_LOOK_ALIKES = 1
 _BAR_PROBABILITY = 0.1  # after each object
@@ -64,7 +66,9 @@ class HardScene(Scene):
         for _ in range(self.rng.integers(_MOST_LOOK_ALIKES + 1)):
             category = int(self.rng.integers(self.num_classes, len(self.shapes)))
             radius = self.short * self.rng.uniform(0.05, 0.25)
-            region, local, _ = self._transform(category, radius, self.rng.uniform(0, 1, 2) * self._size)
+            region, local, _ = self._transform(
+                category, radius, self.rng.uniform(0, 1, 2) * self._size
+            )
             self._paint(region, self._texture(category, *local, radius))
         return self._canvas
 
@@ -93,12 +97,20 @@ class HardScene(Scene):
 
     def _exposed(self) -> Array:
         """Return the canvas under uneven colored light, with a shadow, haze and blur."""
-        light = self.rng.uniform(0.65, 1.15) * (1 + self.rng.uniform(0, 1.0) * (self._noise(2) - 0.5))
+        light = self.rng.uniform(0.65, 1.15) * (
+            1 + self.rng.uniform(0, 1.0) * (self._noise(2) - 0.5)
+        )
         if self.rng.uniform() < _SHADOW_PROBABILITY:
             edge = self.short * (self._noise(3) - self.rng.uniform(0.3, 0.7)) / 2
-            light *= 1 - self.rng.uniform(0.2, 0.5) * np.clip(0.5 + edge / self.rng.uniform(1, 6), 0, 1)
+            light *= 1 - self.rng.uniform(0.2, 0.5) * np.clip(
+                0.5 + edge / self.rng.uniform(1, 6), 0, 1
+            )
         lit = self._canvas * light[..., None] * self.rng.uniform(0.85, 1.15, 3)
-        hazy = blend(np.full_like(light, self.rng.uniform(0, 0.2)), lit, np.array(self.rng.uniform(60, 200)))
+        hazy = blend(
+            np.full_like(light, self.rng.uniform(0, 0.2)),
+            lit,
+            np.array(self.rng.uniform(60, 200)),
+        )
         image = Image.fromarray(np.clip(np.rint(hazy), 0, 255).astype(np.uint8))
         blurred = image.filter(ImageFilter.GaussianBlur(self.rng.uniform(0, 0.8)))
         return np.asarray(blurred, dtype=np.float64)
@@ -124,11 +136,15 @@ class HardSyntheticConfig(SyntheticConfig):
     folder: ClassVar[str] = "gw_synthetic_hard"
     splits: ClassVar[tuple[str, ...]] = ("train", "val", "tune")
     scene: ClassVar[type[Scene]] = HardScene
-    class_names: ClassVar[tuple[str, ...]] = tuple(shape.name for shape in HardScene.shapes[: HardScene.num_classes])
+    class_names: ClassVar[tuple[str, ...]] = tuple(
+        shape.name for shape in HardScene.shapes[: HardScene.num_classes]
+    )
     size_exponent: ClassVar[float] = 1.0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Draw the images of the study, with annotations in COCO format.")
+    parser = argparse.ArgumentParser(
+        description="Draw the images of the study, with annotations in COCO format."
+    )
     parser.add_argument("folder", help="the dataset is made below it")
     print(make_synthetic(parser.parse_args().folder, HardSyntheticConfig()))

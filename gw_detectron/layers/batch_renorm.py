@@ -43,7 +43,9 @@ class BatchRenorm2d(nn.BatchNorm2d):
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
-    momentum: float | None  # None is a cumulative average, which torch.optim.swa_utils.update_bn sets
+    momentum: (
+        float | None
+    )  # None is a cumulative average, which torch.optim.swa_utils.update_bn sets
 
     def __init__(
         self,
@@ -77,9 +79,13 @@ class BatchRenorm2d(nn.BatchNorm2d):
         r, d = self._corrections(x)
         self.num_batches_tracked.add_(1)
         # BN's kernels, and their gradient, with gamma r and gamma d + beta for scale and shift
-        momentum = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        momentum = (
+            1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        )
         weight, bias = self.weight * r, torch.addcmul(self.bias, self.weight, d)
-        return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, True, momentum, self.eps)
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, weight, bias, True, momentum, self.eps
+        )
 
     @torch.no_grad()
     def _corrections(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -92,9 +92,14 @@ class BatchWhitening2d(nn.Module):
         check_number("momentum", momentum, 0, 1, 0.1)
         check_flag("sync", sync)
         check_flag("affine", affine)
-        for name, value, allowed in (("running", running, RUNNING), ("rotation", rotation, ROTATIONS)):
+        for name, value, allowed in (
+            ("running", running, RUNNING),
+            ("rotation", rotation, ROTATIONS),
+        ):
             if value not in allowed:
-                raise ValueError(f"{name} ({value!r}): unknown value. Fix: choose one of {list(allowed)}.")
+                raise ValueError(
+                    f"{name} ({value!r}): unknown value. Fix: choose one of {list(allowed)}."
+                )
         self.num_channels = num_channels
         self.channels_per_group = effective_width(num_channels, channels_per_group)
         self.solver = Solver(solver, num_iters, eps, threshold, corr)
@@ -107,7 +112,9 @@ class BatchWhitening2d(nn.Module):
         self.weight = nn.Parameter(torch.ones_like(zeros)) if affine else None
         self.bias = nn.Parameter(zeros.clone()) if affine else None
         width = self.channels_per_group
-        self.rotate = GroupRotation(num_channels, width).to(zeros) if rotation == "cayley" else None
+        self.rotate = (
+            GroupRotation(num_channels, width).to(zeros) if rotation == "cayley" else None
+        )
         self.register_buffer("running_mean", zeros)
         self.register_buffer(f"running_{running}", self._diagonal(torch.ones_like(zeros)))
 
@@ -125,7 +132,9 @@ class BatchWhitening2d(nn.Module):
                 centered = split(columns - mean[:, None], self.channels_per_group)
                 matrices = self.running_matrices(columns.dtype)
             if self.rotate is not None:
-                matrices = [q.to(w.dtype) @ w for q, w in zip(self.rotate(), matrices, strict=True)]
+                matrices = [
+                    q.to(w.dtype) @ w for q, w in zip(self.rotate(), matrices, strict=True)
+                ]
             return transform(centered, matrices, self.weight, self.bias, like=x)
 
     def reset_parameters(self) -> None:
@@ -135,7 +144,9 @@ class BatchWhitening2d(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
         nn.init.zeros_(self.running_mean)
-        self.get_buffer(f"running_{self.running}").copy_(self._diagonal(torch.ones_like(self.running_mean)))
+        self.get_buffer(f"running_{self.running}").copy_(
+            self._diagonal(torch.ones_like(self.running_mean))
+        )
 
     @torch.no_grad()
     def start_from_variance(self, variance: Tensor, eps: float) -> None:
@@ -146,7 +157,11 @@ class BatchWhitening2d(nn.Module):
         where e is what the solver adds.
         """
         values = variance + eps
-        values = values.rsqrt() if self.running == "matrix" else (values - self.solver.added_eps).clamp_min(0)
+        values = (
+            values.rsqrt()
+            if self.running == "matrix"
+            else (values - self.solver.added_eps).clamp_min(0)
+        )
         self.get_buffer(f"running_{self.running}").copy_(self._diagonal(values))
 
     def extra_repr(self) -> str:
@@ -172,7 +187,9 @@ class BatchWhitening2d(nn.Module):
 
     def _diagonal(self, values: Tensor) -> Tensor:
         """Return the running average whose matrices have the values, (C,), on their diagonals."""
-        diagonals = [torch.diag_embed(group) for group in split(values, self.channels_per_group)]
+        diagonals = [
+            torch.diag_embed(group) for group in split(values, self.channels_per_group)
+        ]
         return join_matrices(diagonals, self.channels_per_group)
 
     @torch.no_grad()
@@ -181,7 +198,10 @@ class BatchWhitening2d(nn.Module):
         if self.running == "covariance":
             unbiased = batch.columns / (batch.columns - 1).clamp_min(1)
             matrices = [covariance * unbiased for covariance in batch.covariances]
-        buffer, values = self.get_buffer(f"running_{self.running}"), join_matrices(matrices, self.channels_per_group)
+        buffer, values = (
+            self.get_buffer(f"running_{self.running}"),
+            join_matrices(matrices, self.channels_per_group),
+        )
         for average, value in ((self.running_mean, batch.mean), (buffer, values)):
             new = average.lerp(value.to(average.dtype), weight.to(average.dtype))
             average.copy_(torch.where(weight > 0, new, average))  # 0 * inf would be NaN
@@ -213,7 +233,11 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
 
         A subclass is a TypeError: it may compute something else.
         """
-        found = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, BatchWhitening2d)]
+        found = [
+            (name, layer)
+            for name, layer in module.named_modules()
+            if isinstance(layer, BatchWhitening2d)
+        ]
         layers = [(name, layer) for name, layer in found if not isinstance(layer, cls)]
         for name, layer in layers:
             if type(layer) is not BatchWhitening2d:
@@ -246,7 +270,9 @@ class GroupRotation(nn.Module):
         super().__init__()
         groups, rest = divmod(num_channels, channels_per_group)
         self._names = ["whole", "last"] if rest else ["whole"]
-        for name, shape in zip(self._names, ((groups, channels_per_group), (1, rest)), strict=False):
+        for name, shape in zip(
+            self._names, ((groups, channels_per_group), (1, rest)), strict=False
+        ):
             self.register_parameter(name, nn.Parameter(torch.zeros(*shape, shape[1])))
             # use_trivialization would store a second matrix, the identity
             orthogonal(self, name, "cayley", use_trivialization=False)
@@ -259,7 +285,10 @@ class GroupRotation(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupRotation":
         """Convert tensors, but stay in float32 or wider: torch.linalg.solve has no half-precision kernel."""
         super()._apply(fn, recurse)
-        if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in self.parameters()):
+        if any(
+            parameter.dtype in (torch.float16, torch.bfloat16)
+            for parameter in self.parameters()
+        ):
             super()._apply(lambda tensor: tensor.float(), recurse)
         return self
 

@@ -74,8 +74,16 @@ class GroupWhitening2d(nn.Module):
         self.num_groups = effective_groups(num_channels, num_groups)
         self.solver = Solver(solver, num_iters, eps, threshold, corr)
         self.affine = affine
-        self.weight = nn.Parameter(torch.ones(num_channels, device=device, dtype=dtype)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype)) if affine else None
+        self.weight = (
+            nn.Parameter(torch.ones(num_channels, device=device, dtype=dtype))
+            if affine
+            else None
+        )
+        self.bias = (
+            nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
+            if affine
+            else None
+        )
 
     def reset_parameters(self) -> None:
         """Set the scale to 1 and the shift to 0."""
@@ -92,11 +100,17 @@ class GroupWhitening2d(nn.Module):
         check_tensors(x, self.weight, self.bias, self.num_channels)
         return whiten(x, self.weight, self.bias, self.num_groups, self.solver, relu)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         # the authors' checkpoints hold the affine parameters as (1, C, 1, 1)
         for name in ("weight", "bias"):
             value = state_dict.get(prefix + name)
-            if value is not None and value.dim() > 1 and value.shape[1] == value.numel() == self.num_channels:
+            if (
+                value is not None
+                and value.dim() > 1
+                and value.shape[1] == value.numel() == self.num_channels
+            ):
                 state_dict[prefix + name] = value.reshape(-1)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

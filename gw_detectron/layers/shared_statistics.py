@@ -47,7 +47,8 @@ class ImageStatistics:
             module
             for module in modules
             if isinstance(module, _PerSampleNorm)
-            and getattr(module.forward, "__func__", None) in _FORWARDS  # any other one may do more, e.g. activate
+            and getattr(module.forward, "__func__", None)
+            in _FORWARDS  # any other one may do more, e.g. activate
             and not getattr(module, "track_running_stats", False)
         ]
         self._moments: dict[tuple[int, int], _Moments] = {}  # of a layer's call
@@ -74,12 +75,18 @@ class ImageStatistics:
                 del layer.forward
 
     @torch.no_grad()
-    def _forward(self, index: int, calls: list[int], gather: bool, x: Tensor, relu: bool = False) -> Tensor:
+    def _forward(
+        self, index: int, calls: list[int], gather: bool, x: Tensor, relu: bool = False
+    ) -> Tensor:
         layer, key = self.layers[index], (index, calls[index])
         calls[index] += 1
-        groups = layer.num_features if isinstance(layer, nn.InstanceNorm2d) else layer.num_groups
+        groups = (
+            layer.num_features if isinstance(layer, nn.InstanceNorm2d) else layer.num_groups
+        )
         with autocast_off(x.device.type):
-            rows = x.to(compute_dtype(x)).transpose(0, 1).reshape(groups, -1)  # (g, M) of all tiles
+            rows = (
+                x.to(compute_dtype(x)).transpose(0, 1).reshape(groups, -1)
+            )  # (g, M) of all tiles
             if gather:
                 found = _Moments.of(rows, full=isinstance(layer, GroupWhitening2d))
                 before = self._moments.get(key)
@@ -87,7 +94,11 @@ class ImageStatistics:
             moments = self._moments[key]
             if gather or key not in self._matrices:
                 sigma = moments.scatter / moments.count
-                matrix = layer.solver(sigma) if isinstance(layer, GroupWhitening2d) else (sigma + layer.eps).rsqrt()
+                matrix = (
+                    layer.solver(sigma)
+                    if isinstance(layer, GroupWhitening2d)
+                    else (sigma + layer.eps).rsqrt()
+                )
                 self._matrices[key] = matrix.to(rows)
             matrix, rows = self._matrices[key], rows - moments.mean.to(rows)[:, None]
             rows = matrix @ rows if matrix.dim() == 2 else matrix[:, None] * rows

@@ -82,7 +82,9 @@ def standardize_weights(model: nn.Module, pattern: str = "*") -> list[str]:
         )
     for name, module in found.items():
         if module._parameters["weight"][0].numel() < 2:
-            raise ValueError(f"{name}: a filter of one value has no deviation. Fix: leave this convolution out.")
+            raise ValueError(
+                f"{name}: a filter of one value has no deviation. Fix: leave this convolution out."
+            )
     for module in found.values():
         if not isinstance(module, WeightStandardized):
             module.__class__ = _standardized(type(module))  # type: ignore[arg-type]
@@ -92,7 +94,9 @@ def standardize_weights(model: nn.Module, pattern: str = "*") -> list[str]:
 def _is_convolution_before_norm(module: nn.Module) -> bool:
     """Return whether a module is a convolution, and if it is Detectron2's, has a norm."""
     weight = module._parameters.get("weight")
-    if weight is None:  # not a convolution, or its weight is computed, as by torch.nn.utils.weight_norm
+    if (
+        weight is None
+    ):  # not a convolution, or its weight is computed, as by torch.nn.utils.weight_norm
         return False
     if hasattr(module, "norm"):  # Detectron2's, some of which are not torch's
         return module.norm is not None and weight.dim() == 4
@@ -102,7 +106,11 @@ def _is_convolution_before_norm(module: nn.Module) -> bool:
 @functools.cache
 def _standardized(base: Any) -> type[nn.Module]:
     # torch.fx traces into modules that are not of torch.nn, and would make the computed weight a constant
-    return type(f"WeightStandardized{base.__name__}", (WeightStandardized, base), {"__module__": base.__module__})
+    return type(
+        f"WeightStandardized{base.__name__}",
+        (WeightStandardized, base),
+        {"__module__": base.__module__},
+    )
 
 
 def _empty(base: Any) -> nn.Module:

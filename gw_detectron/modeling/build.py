@@ -24,7 +24,11 @@ NORM_KEYS = (
     "MODEL.RETINANET.NORM",
     "MODEL.SEM_SEG_HEAD.NORM",
 )
-_BACKBONE, _ROI_HEADS, _SEMANTIC = "MODEL.BACKBONE.NAME", "MODEL.ROI_HEADS.NAME", "MODEL.SEM_SEG_HEAD.NAME"
+_BACKBONE, _ROI_HEADS, _SEMANTIC = (
+    "MODEL.BACKBONE.NAME",
+    "MODEL.ROI_HEADS.NAME",
+    "MODEL.SEM_SEG_HEAD.NAME",
+)
 _BOX, _MASK = "MODEL.ROI_BOX_HEAD.NAME", "MODEL.ROI_MASK_HEAD.NAME"
 _IN_RESNET = ("MODEL.RESNETS.NORM",)
 _IN_FPN = (*_IN_RESNET, "MODEL.FPN.NORM")
@@ -32,10 +36,20 @@ _IN_FPN = (*_IN_RESNET, "MODEL.FPN.NORM")
 _COMPONENTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     (_BACKBONE, "build_resnet_backbone", "build_gw_resnet_backbone", _IN_RESNET),
     (_BACKBONE, "build_resnet_fpn_backbone", "build_gw_resnet_fpn_backbone", _IN_FPN),
-    (_BACKBONE, "build_retinanet_resnet_fpn_backbone", "build_gw_retinanet_resnet_fpn_backbone", _IN_FPN),
+    (
+        _BACKBONE,
+        "build_retinanet_resnet_fpn_backbone",
+        "build_gw_retinanet_resnet_fpn_backbone",
+        _IN_FPN,
+    ),
     (_ROI_HEADS, "Res5ROIHeads", "GWRes5ROIHeads", _IN_RESNET),
     (_BOX, "FastRCNNConvFCHead", "GWFastRCNNConvFCHead", ("MODEL.ROI_BOX_HEAD.NORM",)),
-    (_MASK, "MaskRCNNConvUpsampleHead", "GWMaskRCNNConvUpsampleHead", ("MODEL.ROI_MASK_HEAD.NORM",)),
+    (
+        _MASK,
+        "MaskRCNNConvUpsampleHead",
+        "GWMaskRCNNConvUpsampleHead",
+        ("MODEL.ROI_MASK_HEAD.NORM",),
+    ),
     ("MODEL.META_ARCHITECTURE", "RetinaNet", "GWRetinaNet", ("MODEL.RETINANET.NORM",)),
     (_SEMANTIC, "SemSegFPNHead", "GWSemSegFPNHead", ("MODEL.SEM_SEG_HEAD.NORM",)),
 )
@@ -82,7 +96,9 @@ def build_checked_model(cfg: CfgNode, device: str | None = None) -> nn.Module:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = " ".join(misplaced_norms(cfg, error.args[0] if error.args else None)) or _reason(error)
+        reason = " ".join(
+            misplaced_norms(cfg, error.args[0] if error.args else None)
+        ) or _reason(error)
         raise ConfigError(f"MODEL: the model cannot be built: {reason}") from error
 
 
@@ -93,15 +109,24 @@ def _reason(error: Exception) -> str:
     if not isinstance(error, (UserError, ValueError)):
         # bare assertions and index errors tell nothing but their place
         torch_folder = os.path.dirname(torch.__file__)
-        place = [frame for frame in traceback.extract_tb(error.__traceback__) if torch_folder not in frame.filename][-1]
-        reason = f"{type(error).__name__} {reason}".rstrip() + f" ({place.filename}, line {place.lineno}: {place.line})"
+        place = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if torch_folder not in frame.filename
+        ][-1]
+        reason = (
+            f"{type(error).__name__} {reason}".rstrip()
+            + f" ({place.filename}, line {place.lineno}: {place.line})"
+        )
     return f"{reason}. Fix: correct the MODEL keys of the config."
 
 
 def object_count_keys(cfg: CfgNode) -> list[str]:
     """Return the keys that count the classes of objects, such as MODEL.ROI_HEADS.NUM_CLASSES."""
     nodes = CLASS_COUNTS.get(cfg.MODEL.META_ARCHITECTURE, {})
-    return [f"MODEL.{node}.NUM_CLASSES" for node, field in nodes.items() if field == "thing_classes"]
+    return [
+        f"MODEL.{node}.NUM_CLASSES" for node, field in nodes.items() if field == "thing_classes"
+    ]
 
 
 def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:
@@ -129,8 +154,14 @@ def unread_keys(cfg: CfgNode) -> Iterator[str]:
     """
     defaults = default_config()
     stock = list(_stock_components(cfg))
-    readers = {key: reader for key, reader in _OWN_KEYS.items() if get_value(cfg, key) != get_value(defaults, key)}
-    whitens = get_value(cfg, _BACKBONE) in [ours for key, _, ours, _ in _COMPONENTS if key == _BACKBONE]
+    readers = {
+        key: reader
+        for key, reader in _OWN_KEYS.items()
+        if get_value(cfg, key) != get_value(defaults, key)
+    }
+    whitens = get_value(cfg, _BACKBONE) in [
+        ours for key, _, ours, _ in _COMPONENTS if key == _BACKBONE
+    ]
     if whitens and cfg.MODEL.RESNETS.WHITEN_POSITIONS != "S1":
         readers["MODEL.RESNETS.WHITEN_POSITIONS"] = _ROI_HEADS
     for key, reader in readers.items():
@@ -161,7 +192,9 @@ def unread_keys(cfg: CfgNode) -> Iterator[str]:
 def _has(cfg: CfgNode, component: str) -> bool:
     """Return whether the architecture of a config has a component; all of them have a backbone."""
     node = component.split(".")[1]
-    return component not in (_ROI_HEADS, _SEMANTIC) or node in CLASS_COUNTS.get(cfg.MODEL.META_ARCHITECTURE, {})
+    return component not in (_ROI_HEADS, _SEMANTIC) or node in CLASS_COUNTS.get(
+        cfg.MODEL.META_ARCHITECTURE, {}
+    )
 
 
 def _stock_components(cfg: CfgNode) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:

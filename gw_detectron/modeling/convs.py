@@ -27,7 +27,9 @@ class ConvNormReLU(Conv2d):
         # a subclass of nn.ReLU may compute another function, a forward of the instance may not take relu
         fuses = getattr(self.norm, "fuses_relu", False) and "forward" not in self.norm.__dict__
         if fuses and (type(self.activation) is nn.ReLU or self.activation is F.relu):
-            x = F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+            x = F.conv2d(
+                x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+            )
             return self.norm(x, relu=True)
         return super().forward(x)
 
@@ -49,7 +51,9 @@ class TorchvisionDeformConv(DeformConv):
     bias: Tensor | None = None  # stock blocks have none
 
     def forward(self, x: Tensor, offset: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = deform_conv2d(x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask)
+        x = deform_conv2d(
+            x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask
+        )
         if self.norm is not None:
             x = self.norm(x)
         return x if self.activation is None else self.activation(x)

@@ -78,7 +78,9 @@ class GWSemSegFPNHead(SemSegFPNHead):
 
     @configurable
     def __init__(self, *args: Any, norm: Norm = "", **kwargs: Any) -> None:
-        super().__init__(*args, norm=resolve_norm(norm, where="GWSemSegFPNHead, norm"), **kwargs)
+        super().__init__(
+            *args, norm=resolve_norm(norm, where="GWSemSegFPNHead, norm"), **kwargs
+        )
         for layer in itertools.chain(*self.scale_heads):
             if isinstance(layer, Conv2d):
                 append_fusible_relu(layer)

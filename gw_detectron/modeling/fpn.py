@@ -45,7 +45,9 @@ def build_gw_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
 def build_gw_retinanet_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """Build ResNet + FPN for RetinaNet, levels p3-p7."""
     bottom_up = build_gw_resnet_backbone(cfg, input_shape)
-    top_block = LastLevelP6P7(bottom_up.output_shape()["res5"].channels, cfg.MODEL.FPN.OUT_CHANNELS)
+    top_block = LastLevelP6P7(
+        bottom_up.output_shape()["res5"].channels, cfg.MODEL.FPN.OUT_CHANNELS
+    )
     return _fpn(cfg, bottom_up, top_block)
 
 

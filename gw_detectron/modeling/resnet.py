@@ -86,7 +86,9 @@ _BLOCKS = {
 }
 
 
-def set_norms(network: nn.Module, norm: Norm, whiten_norm: Norm = "", positions: str = "") -> nn.Module:
+def set_norms(
+    network: nn.Module, norm: Norm, whiten_norm: Norm = "", positions: str = ""
+) -> nn.Module:
     """Set the norms of a network of stock stems and blocks, in place; their classes become ours.
 
     Args:
@@ -97,13 +99,19 @@ def set_norms(network: nn.Module, norm: Norm, whiten_norm: Norm = "", positions:
     for block in blocks:
         if type(block) not in _BLOCKS:
             continue
-        whitened = whitened_convs(positions, bottleneck=not isinstance(block, BasicBlock), where="WHITEN_POSITIONS")
+        whitened = whitened_convs(
+            positions, bottleneck=not isinstance(block, BasicBlock), where="WHITEN_POSITIONS"
+        )
         if isinstance(block, BasicStem):
             whitened = ("conv1",) if positions else ()
         block.__class__ = _BLOCKS[type(block)]  # Detectron2's builder has no argument for it
         for name in ("conv1", "conv2", "conv3", "shortcut"):
-            if (conv := getattr(block, name, None)) is not None:  # an identity shortcut has no convolution
-                conv.norm = get_norm(whiten_norm if name in whitened else norm, conv.out_channels)
+            if (
+                conv := getattr(block, name, None)
+            ) is not None:  # an identity shortcut has no convolution
+                conv.norm = get_norm(
+                    whiten_norm if name in whitened else norm, conv.out_channels
+                )
                 if name in block.relu_convs:
                     append_fusible_relu(conv)
         if isinstance(block, DeformBottleneckBlock):
@@ -141,15 +149,23 @@ def gw_resnet(
 
     Source: Group Whitening, section 5.1.
     """
-    keys = {"depth": depth, "whiten_positions": positions, "out_features": out_features, "stride_in_1x1": False}
+    keys = {
+        "depth": depth,
+        "whiten_positions": positions,
+        "out_features": out_features,
+        "stride_in_1x1": False,
+    }
     keys |= {"res2_out_channels": 64 if depth < 50 else 256} | options
     cfg = default_config()
     for key, value in keys.items():  # a LazyConfig has lists of its own
-        value = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        value = (
+            list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        )
         cfg.merge_from_list([f"MODEL.RESNETS.{key.upper()}", value])
     cfg.MODEL.BACKBONE.FREEZE_AT = freeze_at
     norms = (
-        resolve_norm(spec, where=f"gw_resnet, {name}") for name, spec in (("norm", norm), ("whiten_norm", whiten_norm))
+        resolve_norm(spec, where=f"gw_resnet, {name}")
+        for name, spec in (("norm", norm), ("whiten_norm", whiten_norm))
     )
     return _build(cfg, ShapeSpec(channels=in_channels), *norms)
 
@@ -162,14 +178,22 @@ def build_gw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
     have the meaning that Detectron2's ``build_resnet_backbone`` gives them.
     """
     keys = cfg.MODEL.RESNETS
-    norms = (resolve_norm(keys[name], where=f"MODEL.RESNETS.{name}") for name in ("NORM", "WHITEN_NORM"))
+    norms = (
+        resolve_norm(keys[name], where=f"MODEL.RESNETS.{name}")
+        for name in ("NORM", "WHITEN_NORM")
+    )
     return _build(cfg, input_shape, *norms)
 
 
 def _build(cfg: CfgNode, input_shape: ShapeSpec, norm: Norm, whiten_norm: Norm) -> ResNet:
     if (depth := cfg.MODEL.RESNETS.DEPTH) not in _DEPTHS:
-        raise ConfigError(f"MODEL.RESNETS.DEPTH ({depth}): not one of {', '.join(map(str, _DEPTHS))}.")
-    stock = {"MODEL.RESNETS.NORM": "", "MODEL.BACKBONE.FREEZE_AT": 0}  # to freeze replaces norms
+        raise ConfigError(
+            f"MODEL.RESNETS.DEPTH ({depth}): not one of {', '.join(map(str, _DEPTHS))}."
+        )
+    stock = {
+        "MODEL.RESNETS.NORM": "",
+        "MODEL.BACKBONE.FREEZE_AT": 0,
+    }  # to freeze replaces norms
     resnet = build_resnet_backbone(changed_config(cfg, stock), input_shape)
     set_norms(resnet, norm, whiten_norm, cfg.MODEL.RESNETS.WHITEN_POSITIONS)
     resnet.freeze(cfg.MODEL.BACKBONE.FREEZE_AT)

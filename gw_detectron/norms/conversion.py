@@ -18,7 +18,12 @@ from .replacement import describe, has_channels_last, loses_statistics, replacem
 Plan = str | Mapping[str | type[nn.Module], Norm | None]
 #: names of convolutions: plain, and with Weight Standardization
 CONVS = ("", "WS")
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+_WRAPPERS = (
+    "DistributedDataParallel",
+    "DataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+)
 
 
 class ConvertedLayer(NamedTuple):
@@ -81,13 +86,18 @@ def convert_norms(model: nn.Module, plan: Plan) -> ConversionReport:
         for name, child in module._modules.items():
             if id(child) in replacements:
                 module._modules[name] = replacements[id(child)]
-    rows = [ConvertedLayer(name, spec, describe(new[name]) if name in new else spec) for name, spec in before.items()]
+    rows = [
+        ConvertedLayer(name, spec, describe(new[name]) if name in new else spec)
+        for name, spec in before.items()
+    ]
     return ConversionReport(tuple(rows))
 
 
 def _check_model(model: nn.Module) -> None:
     if channels_of(model):
-        raise NormError("convert_norms: the model is a norm layer itself. Fix: build the other norm.")
+        raise NormError(
+            "convert_norms: the model is a norm layer itself. Fix: build the other norm."
+        )
     for name, module in model.named_modules():
         if any(cls.__name__ in _WRAPPERS for cls in type(module).__mro__):
             raise NormError(
@@ -101,10 +111,16 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _specs(model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan) -> dict[str, Norm | None]:
+def _specs(
+    model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan
+) -> dict[str, Norm | None]:
     """Return the norm name of each layer that the plan names."""
     names = {id(layer): name for name, layer in layers.items()}
-    aliases = {name: names[id(m)] for name, m in model.named_modules(remove_duplicate=False) if id(m) in names}
+    aliases = {
+        name: names[id(m)]
+        for name, m in model.named_modules(remove_duplicate=False)
+        if id(m) in names
+    }
     found: dict[str, Norm | None] = {}
     for key, spec in ({plan: "GW"} if isinstance(plan, str) else plan).items():
         if isinstance(key, type):
@@ -117,7 +133,9 @@ def _specs(model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan) -> dic
             fix = f"use a layer class, one of {list(POSITIONS[1:])} or a pattern of names such as {list(layers)[:3]}"
             if plan == key and key.partition(":")[0] in norm_options():
                 fix = f'give this norm to layers, e.g. {{"*": {key!r}}} to all'
-            raise NormError(f"convert_norms, plan ({key!r}): fits none of {len(layers)} norm layers. Fix: {fix}.")
+            raise NormError(
+                f"convert_norms, plan ({key!r}): fits none of {len(layers)} norm layers. Fix: {fix}."
+            )
         if all(name in found for name in fitting):
             raise NormError(
                 f"convert_norms, plan ({key!r}): earlier keys fit all of its layers. Fix: put it before them."
@@ -127,7 +145,9 @@ def _specs(model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan) -> dic
     return found
 
 
-def _replacements(layers: Mapping[str, nn.Module], specs: Mapping[str, Norm | None]) -> dict[str, nn.Module]:
+def _replacements(
+    layers: Mapping[str, nn.Module], specs: Mapping[str, Norm | None]
+) -> dict[str, nn.Module]:
     """Build the new layers; those that equal the old ones are left out."""
     wanted = {name: spec for name, spec in specs.items() if spec is not None}
     if last := [name for name in wanted if has_channels_last(layers[name])]:
@@ -137,7 +157,11 @@ def _replacements(layers: Mapping[str, nn.Module], specs: Mapping[str, Norm | No
             f"start the plan with {patterns}, which keeps the {len(last)} such layers."
         )
     built = {name: replacement(name, layers[name], spec) for name, spec in wanted.items()}
-    return {name: layer for name, layer in built.items() if describe(layer) != describe(layers[name])}
+    return {
+        name: layer
+        for name, layer in built.items()
+        if describe(layer) != describe(layers[name])
+    }
 
 
 def _check_lists(model: nn.Module, old: Mapping[str, nn.Module]) -> None:
@@ -182,7 +206,9 @@ def _warn(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
         )
 
 
-def convert_convs(model: nn.Module, conv: str, pattern: str = "*", *, where: str = "conv") -> list[str]:
+def convert_convs(
+    model: nn.Module, conv: str, pattern: str = "*", *, where: str = "conv"
+) -> list[str]:
     """Convert the convolutions of a model by name, in place.
 
     Args:
@@ -197,7 +223,9 @@ def convert_convs(model: nn.Module, conv: str, pattern: str = "*", *, where: str
         ConfigError: an unknown name, or no convolution that it fits.
     """
     if conv not in CONVS:
-        raise ConfigError(f"{where} ({conv!r}): unknown convolution. Fix: use one of {list(CONVS)}.")
+        raise ConfigError(
+            f"{where} ({conv!r}): unknown convolution. Fix: use one of {list(CONVS)}."
+        )
     try:
         return standardize_weights(model, pattern) if conv else []
     except ValueError as error:
@@ -206,4 +234,8 @@ def convert_convs(model: nn.Module, conv: str, pattern: str = "*", *, where: str
 
 def conv_names(model: nn.Module) -> dict[str, str]:
     """Return the names (``"WS"``) of the convolutions of a model that are not plain, by module name."""
-    return {name: "WS" for name, module in model.named_modules() if isinstance(module, WeightStandardized)}
+    return {
+        name: "WS"
+        for name, module in model.named_modules()
+        if isinstance(module, WeightStandardized)
+    }

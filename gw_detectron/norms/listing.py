@@ -42,13 +42,24 @@ def norm_rows(model: nn.Module) -> list[NormRow]:
             parameters = list(module.parameters())
             size = sum(parameter.numel() for parameter in parameters)
             frozen = not any(parameter.requires_grad for parameter in parameters)
-            rows.append(NormRow(name, spec, channels_of(module), getattr(module, "num_groups", None), size, frozen))
+            rows.append(
+                NormRow(
+                    name,
+                    spec,
+                    channels_of(module),
+                    getattr(module, "num_groups", None),
+                    size,
+                    frozen,
+                )
+            )
     return rows
 
 
 def is_synchronized(layer: nn.Module) -> bool:
     """Return whether a layer computes its batch statistics over all processes."""
-    return norm_spec(layer) in ("SyncBN", "naiveSyncBN", "naiveSyncBN_N") or getattr(layer, "sync", False)
+    return norm_spec(layer) in ("SyncBN", "naiveSyncBN", "naiveSyncBN_N") or getattr(
+        layer, "sync", False
+    )
 
 
 def norm_counts(model: nn.Module) -> dict[str, int]:
@@ -66,7 +77,11 @@ def norm_table(model: nn.Module) -> str:
     from tabulate import tabulate
 
     rows = [(*row[:-1], "yes" if row.frozen else "no") for row in norm_rows(model)]
-    return tabulate(rows, headers=["layer", "norm", "channels", "groups", "parameters", "frozen"], missingval="-")
+    return tabulate(
+        rows,
+        headers=["layer", "norm", "channels", "groups", "parameters", "frozen"],
+        missingval="-",
+    )
 
 
 def evaluation_spec(spec: str) -> str:
@@ -77,5 +92,7 @@ def evaluation_spec(spec: str) -> str:
     name, _, options = spec.removeprefix("Frozen").partition(":")
     if name == "BRN":  # BN in evaluation; its options belong to training
         return "BN:"
-    kept = [option for option in options.split(",") if not option.startswith(("momentum=", "sync="))]
+    kept = [
+        option for option in options.split(",") if not option.startswith(("momentum=", "sync="))
+    ]
     return ":".join(["BN" if "BN" in name else name, ",".join(kept)])

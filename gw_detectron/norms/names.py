@@ -30,7 +30,16 @@ from ..ops.solvers import OPTION_SOLVER
 #: an argument of Detectron2's ``get_norm``: one of its names, or a function of the number of channels
 Norm = str | Callable[[int], nn.Module]
 #: Detectron2's norm names; v0.6 lacks LN
-DETECTRON2_NORMS = ("BN", "SyncBN", "FrozenBN", "GN", "LN", "nnSyncBN", "naiveSyncBN", "naiveSyncBN_N")
+DETECTRON2_NORMS = (
+    "BN",
+    "SyncBN",
+    "FrozenBN",
+    "GN",
+    "LN",
+    "nnSyncBN",
+    "naiveSyncBN",
+    "naiveSyncBN_N",
+)
 
 _STOCK: dict[str, Callable[[int], nn.Module]] = {
     "BN": nn.BatchNorm2d,
@@ -38,8 +47,14 @@ _STOCK: dict[str, Callable[[int], nn.Module]] = {
     "GN": functools.partial(nn.GroupNorm, 32),
 }
 #: classes of the layers that these libraries build, and their names; a subclass comes before its base
-_STOCK_CLASSES: list[tuple[Any, str]] = [(nn.SyncBatchNorm, "SyncBN"), (nn.BatchNorm2d, "BN"), (nn.GroupNorm, "GN")]
-with contextlib.suppress(ImportError, RuntimeError):  # torchvision is missing, or made for another torch
+_STOCK_CLASSES: list[tuple[Any, str]] = [
+    (nn.SyncBatchNorm, "SyncBN"),
+    (nn.BatchNorm2d, "BN"),
+    (nn.GroupNorm, "GN"),
+]
+with contextlib.suppress(
+    ImportError, RuntimeError
+):  # torchvision is missing, or made for another torch
     from torchvision.ops import FrozenBatchNorm2d
 
     _STOCK["FrozenBN"] = FrozenBatchNorm2d
@@ -49,7 +64,10 @@ if has_detectron2():
     with scripting_warnings_ignored():
         import detectron2.layers.batch_norm as batch_norm
     get_norm = batch_norm.get_norm
-    _STOCK_CLASSES[:0] = [(batch_norm.NaiveSyncBatchNorm, "naiveSyncBN"), (batch_norm.FrozenBatchNorm2d, "FrozenBN")]
+    _STOCK_CLASSES[:0] = [
+        (batch_norm.NaiveSyncBatchNorm, "naiveSyncBN"),
+        (batch_norm.FrozenBatchNorm2d, "FrozenBN"),
+    ]
     _available = set(DETECTRON2_NORMS)
     if hasattr(batch_norm, "LayerNorm"):  # channels-first; torch's is another layer
         _STOCK_CLASSES.append((batch_norm.LayerNorm, "LN"))
@@ -65,20 +83,30 @@ else:
         return norm(out_channels)
 
 
-def _group_norm(num_channels: int, num_groups: int = 32, eps: float = 1e-5, **tensor_options: Any) -> nn.GroupNorm:
+def _group_norm(
+    num_channels: int, num_groups: int = 32, eps: float = 1e-5, **tensor_options: Any
+) -> nn.GroupNorm:
     check_integer("num_groups", num_groups, 1, 32)
     check_number("eps", eps, 0, float("inf"), 1e-5)
     return nn.GroupNorm(num_groups, num_channels, eps, **tensor_options)
 
 
-def _rotated_batch_norm(num_channels: int, rotation: str = "none", **arguments: Any) -> BatchWhitening2d:
+def _rotated_batch_norm(
+    num_channels: int, rotation: str = "none", **arguments: Any
+) -> BatchWhitening2d:
     """Make BN with a rotation: batch whitening that standardizes, with BN's running variance."""
     if rotation != "cayley":
-        raise ValueError("BN takes options only with rotation=cayley. Fix: add rotation=cayley, or write 'BN'.")
+        raise ValueError(
+            "BN takes options only with rotation=cayley. Fix: add rotation=cayley, or write 'BN'."
+        )
     return BatchWhitening2d(num_channels, **_ROTATED_BN, **arguments)
 
 
-_ROTATED_BN: dict[str, Any] = {"solver": "standardize", "running": "covariance", "rotation": "cayley"}
+_ROTATED_BN: dict[str, Any] = {
+    "solver": "standardize",
+    "running": "covariance",
+    "rotation": "cayley",
+}
 _Options = dict[str, tuple[str, type]]  # option -> argument of the factory and its type
 _GROUPS: _Options = {"groups": ("num_groups", int)}
 _CHANNELS: _Options = {"channels": ("channels_per_group", int)}
@@ -90,11 +118,17 @@ _SOLVER: _Options = {
     "threshold": ("threshold", float),
     "corr": ("corr", bool),
 }
-_BATCH_OPTIONS: _Options = {"momentum": ("momentum", float), "sync": ("sync", bool), "rotation": ("rotation", str)}
-_BW = _CHANNELS | _SOLVER | {"running": ("running", str)} | _BATCH_OPTIONS
-_BRN: _Options = {"momentum": ("momentum", float), "rmax": ("rmax", float), "dmax": ("dmax", float)} | {
-    key: (key, int) for key in ("warmup", "rmax_at", "dmax_at")
+_BATCH_OPTIONS: _Options = {
+    "momentum": ("momentum", float),
+    "sync": ("sync", bool),
+    "rotation": ("rotation", str),
 }
+_BW = _CHANNELS | _SOLVER | {"running": ("running", str)} | _BATCH_OPTIONS
+_BRN: _Options = {
+    "momentum": ("momentum", float),
+    "rmax": ("rmax", float),
+    "dmax": ("dmax", float),
+} | {key: (key, int) for key in ("warmup", "rmax_at", "dmax_at")}
 #: name -> layer class or function, and its options; a subclass comes before its base
 _NORMS: dict[str, tuple[Callable[..., nn.Module], _Options]] = {
     "GW": (GroupWhitening2d, _GROUPS | _SOLVER),
@@ -111,7 +145,10 @@ _IMPLIED = {"threshold": 0.01, "corr": False, "sync": False, "rotation": "none"}
 
 def norm_options() -> dict[str, list[str]]:
     """Return the norm names that exist here, sorted, and the options of each."""
-    return {name: [*_NORMS[name][1]] if name in _NORMS else [] for name in sorted({*_available, *_NORMS})}
+    return {
+        name: [*_NORMS[name][1]] if name in _NORMS else []
+        for name in sorted({*_available, *_NORMS})
+    }
 
 
 def resolve_norm(spec: Norm | None, *, where: str = "norm") -> Norm:
@@ -133,7 +170,9 @@ def resolve_norm(spec: Norm | None, *, where: str = "norm") -> Norm:
         return spec or ""
     label = f"{where} ({spec!r})"
     if isinstance(spec, nn.Module):
-        raise NormError(f"{label}: got a layer instance. Fix: give a name such as 'GW', or a layer class.")
+        raise NormError(
+            f"{label}: got a layer instance. Fix: give a name such as 'GW', or a layer class."
+        )
     if not isinstance(spec, str):
         raise NormError(f"{label}: not a norm name. Fix: give a string such as 'GW'.")
     if spec == "" or spec in _available:
@@ -142,7 +181,9 @@ def resolve_norm(spec: Norm | None, *, where: str = "norm") -> Norm:
         factory, arguments = _parse(spec)
     except ValueError as error:
         raise NormError(f"{label}: {error}") from error
-    return functools.partial(_build, factory=factory, arguments=arguments, label=label)  # timm reads keywords only
+    return functools.partial(
+        _build, factory=factory, arguments=arguments, label=label
+    )  # timm reads keywords only
 
 
 def build_norm(spec: Norm | None, channels: int, *, where: str = "norm") -> nn.Module | None:
@@ -152,11 +193,18 @@ def build_norm(spec: Norm | None, channels: int, *, where: str = "norm") -> nn.M
     except NormError:
         raise
     except (TypeError, ValueError) as error:  # of GroupNorm, or of a class of the user
-        raise NormError(f"{where} ({spec!r}): does not fit {channels} channels: {first_line(error)}.") from error
+        raise NormError(
+            f"{where} ({spec!r}): does not fit {channels} channels: {first_line(error)}."
+        ) from error
 
 
 def _build(
-    channels: int, *, factory: Callable[..., nn.Module], arguments: dict[str, Any], label: str, **options: Any
+    channels: int,
+    *,
+    factory: Callable[..., nn.Module],
+    arguments: dict[str, Any],
+    label: str,
+    **options: Any,
 ) -> nn.Module:
     """Build the layer of a parsed name; ``options`` are ``device`` and ``dtype``."""
     try:
@@ -173,25 +221,35 @@ def _parse(spec: str) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
             raise ValueError(f"{name} takes no options. Fix: write {name!r}.")
         why = "not in this Detectron2" if name in DETECTRON2_NORMS else "unknown norm"
         similar = similar_names(name, norm_options())
-        raise ValueError(f"{why}.{similar} Fix: use one of {[*norm_options()]}, or '' for no norm.")
+        raise ValueError(
+            f"{why}.{similar} Fix: use one of {[*norm_options()]}, or '' for no norm."
+        )
     factory, options = _NORMS[name]
     arguments: dict[str, Any] = {}
     for item in option_text.split(",") if option_text else []:
         key, _, text = (part.strip() for part in item.partition("="))
         if key not in options:
-            raise ValueError(f"{name} has no option {key!r}. Fix: use {sorted(options)}, as in key=value.")
+            raise ValueError(
+                f"{name} has no option {key!r}. Fix: use {sorted(options)}, as in key=value."
+            )
         argument, kind = options[key]
         if argument in arguments:
             raise ValueError(f"option {key!r} is given twice. Fix: remove one.")
         try:
-            arguments[argument] = {"true": True, "false": False}[text] if kind is bool else kind(text)
+            arguments[argument] = (
+                {"true": True, "false": False}[text] if kind is bool else kind(text)
+            )
         except (ValueError, KeyError) as error:
-            raise ValueError(f"{key}={text!r} is not {_TYPES[kind]}. Fix: give {_TYPES[kind]}.") from error
+            raise ValueError(
+                f"{key}={text!r} is not {_TYPES[kind]}. Fix: give {_TYPES[kind]}."
+            ) from error
     solver = arguments.get("solver", "newton")
     for key, (argument, _) in options.items():
         reader = OPTION_SOLVER.get(argument, solver)
         if argument in arguments and reader != solver:
-            raise ValueError(f"solver={solver} does not read {key}. Fix: remove {key}, or write solver={reader}.")
+            raise ValueError(
+                f"solver={solver} does not read {key}. Fix: remove {key}, or write solver={reader}."
+            )
     return factory, arguments
 
 
@@ -200,7 +258,9 @@ def norm_spec(layer: nn.Module) -> str | None:
 
     ``resolve_norm`` of the name makes an equal layer, except for eps and momentum of BN.
     """
-    own = [(factory, name) for name, (factory, _) in _NORMS.items() if isinstance(factory, type)]
+    own = [
+        (factory, name) for name, (factory, _) in _NORMS.items() if isinstance(factory, type)
+    ]
     name = next((name for cls, name in (*own, *_STOCK_CLASSES) if isinstance(layer, cls)), None)
     if name == "naiveSyncBN" and getattr(layer, "_stats_mode", "") == "N":
         return "naiveSyncBN_N"
@@ -213,7 +273,8 @@ def norm_spec(layer: nn.Module) -> str | None:
     shown = [
         f"{key}={_text(values[argument])}"
         for key, (argument, _) in _NORMS[name][1].items()
-        if values[argument] != _IMPLIED.get(key) and OPTION_SOLVER.get(argument) in (None, values.get("solver"))
+        if values[argument] != _IMPLIED.get(key)
+        and OPTION_SOLVER.get(argument) in (None, values.get("solver"))
     ]
     return f"{name}:{','.join(shown)}"
 
@@ -221,4 +282,8 @@ def norm_spec(layer: nn.Module) -> str | None:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float) and float(f"{value:g}") == value
+        else str(value)
+    )

@@ -20,12 +20,16 @@ _CONVS: dict[str, tuple[str, ...]] = {
 }
 POSITIONS = tuple(_CONVS)
 #: norms by their module names in ResNets of Detectron2, torchvision and timm
-_BLOCK = re.compile(r"(|.*\.)(?:res[2-5]|layer[1-4])\.\d+\.(?:(conv\d|shortcut)\.norm|bn(\d)|downsample\.\d+)")
+_BLOCK = re.compile(
+    r"(|.*\.)(?:res[2-5]|layer[1-4])\.\d+\.(?:(conv\d|shortcut)\.norm|bn(\d)|downsample\.\d+)"
+)
 #: a deep stem has several: timm's are bn1, conv1.1 and conv1.4, and perhaps maxpool.1
 _STEM = re.compile(r"(|.*\.)(?:stem\.conv\d\.norm|bn1|conv1\.\d|maxpool\.\d)")
 
 
-def whitened_convs(positions: str, *, bottleneck: bool = True, where: str = "positions") -> tuple[str, ...]:
+def whitened_convs(
+    positions: str, *, bottleneck: bool = True, where: str = "positions"
+) -> tuple[str, ...]:
     """Return the convolutions of a residual block that get the whitening norm.
 
     Args:
@@ -34,7 +38,9 @@ def whitened_convs(positions: str, *, bottleneck: bool = True, where: str = "pos
         where: the place that an error message names.
     """
     if not isinstance(positions, str) or positions not in _CONVS:
-        raise ConfigError(f"{where} ({positions!r}): unknown positions. Fix: use one of {list(POSITIONS)}.")
+        raise ConfigError(
+            f"{where} ({positions!r}): unknown positions. Fix: use one of {list(POSITIONS)}."
+        )
     if positions == "S1-B3" and not bottleneck:
         raise ConfigError(
             f"{where} ({positions!r}): blocks of ResNet-18 and -34 have only two norms. Fix: use e.g. 'S1-B2'."
@@ -61,7 +67,9 @@ def norms_at(positions: str, names: Iterable[str], *, where: str = "positions") 
 def _roles(names: Sequence[str]) -> dict[str, str]:
     """Return the role of each norm of a ResNet: the stem, or the convolution of a block before it."""
     blocks = {name: match for name in names if (match := _BLOCK.fullmatch(name))}
-    roots = {match[1] for match in blocks.values()}  # where the stem is: a head may also have a bn1
+    roots = {
+        match[1] for match in blocks.values()
+    }  # where the stem is: a head may also have a bn1
     roles = {}
     for name in names:
         if match := blocks.get(name):

@@ -37,12 +37,23 @@ def replacement(name: str, old: nn.Module, spec: Norm) -> nn.Module:
     """
     where = f"convert_norms, {name} ({type(old).__name__!r})"
     activation = _activation(old, where)
-    some = next((tensor for tensor in (*old.parameters(), *old.buffers()) if tensor.is_floating_point()), None)
+    some = next(
+        (
+            tensor
+            for tensor in (*old.parameters(), *old.buffers())
+            if tensor.is_floating_point()
+        ),
+        None,
+    )
     with torch.device("cpu" if some is None else some.device):
-        new = build_norm(spec, channels_of(old), where=f"convert_norms, {name}") or nn.Identity()
+        new = (
+            build_norm(spec, channels_of(old), where=f"convert_norms, {name}") or nn.Identity()
+        )
     if some is not None:
         new.to(some.dtype)
-    if isinstance(old, _OTHER_SHAPES) and (isinstance(new, nn.BatchNorm2d) or describe(new) in ("FrozenBN", "LN")):
+    if isinstance(old, _OTHER_SHAPES) and (
+        isinstance(new, nn.BatchNorm2d) or describe(new) in ("FrozenBN", "LN")
+    ):
         if spec == "BN" and isinstance(old, nn.modules.batchnorm._BatchNorm):
             return old
         raise NormError(
@@ -51,8 +62,16 @@ def replacement(name: str, old: nn.Module, spec: Norm) -> nn.Module:
         )
     _check_statistics(old, new, spec, where)
     _copy_state(old, new)
-    states_nothing = isinstance(spec, (str, type)) and describe(new) in _BN  # a function may state eps
-    for setting in ("eps",) if isinstance(new, BatchRenorm2d) else ("eps", "momentum") if states_nothing else ():
+    states_nothing = (
+        isinstance(spec, (str, type)) and describe(new) in _BN
+    )  # a function may state eps
+    for setting in (
+        ("eps",)
+        if isinstance(new, BatchRenorm2d)
+        else ("eps", "momentum")
+        if states_nothing
+        else ()
+    ):
         if hasattr(old, "running_mean") and hasattr(old, setting) and hasattr(new, setting):
             setattr(new, setting, getattr(old, setting))
     new.train(old.training)
@@ -68,11 +87,18 @@ def _activation(old: nn.Module, where: str) -> nn.Module | None:
     activation = getattr(old, "act", None)
     if isinstance(activation, nn.Module):
         return activation
-    if more := [name for name, value in old._parameters.items() if name not in _AFFINE and value is not None]:
+    if more := [
+        name
+        for name, value in old._parameters.items()
+        if name not in _AFFINE and value is not None
+    ]:
         raise NormError(
             f"{where}: contains an activation with parameters ({', '.join(more)}). Fix: keep it, by None in the plan."
         )
-    own = isinstance(old, (nn.modules.batchnorm._NormBase, *_OPTIONAL_AFFINE)) and _package(old) not in _PACKAGES
+    own = (
+        isinstance(old, (nn.modules.batchnorm._NormBase, *_OPTIONAL_AFFINE))
+        and _package(old) not in _PACKAGES
+    )
     if own or "forward" in vars(old) or type(old).__call__ is not nn.Module.__call__:
         raise NormError(
             f"{where}: has a forward of its own, which may contain an activation. Fix: keep it, by None in the plan, "
@@ -88,12 +114,18 @@ def _activate(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
 
 def has_channels_last(layer: nn.Module) -> bool:
     """Return whether a norm layer takes its channels as the last dimension."""
-    return hasattr(layer, "normalized_shape") and "2d" not in type(layer).__name__ and _package(layer) != "detectron2"
+    return (
+        hasattr(layer, "normalized_shape")
+        and "2d" not in type(layer).__name__
+        and _package(layer) != "detectron2"
+    )
 
 
 def _package(layer: nn.Module) -> str:
     """Return the package whose ``forward`` a layer has."""
-    return next(cls for cls in type(layer).__mro__ if "forward" in vars(cls)).__module__.partition(".")[0]
+    return next(
+        cls for cls in type(layer).__mro__ if "forward" in vars(cls)
+    ).__module__.partition(".")[0]
 
 
 def _copy_state(old: nn.Module, new: nn.Module) -> None:
@@ -111,7 +143,9 @@ def _copy_state(old: nn.Module, new: nn.Module) -> None:
                         setattr(new, attribute, value)
             if isinstance(before, nn.Parameter) and isinstance(after, nn.Parameter):
                 after.requires_grad_(before.requires_grad)
-    if isinstance(new, BatchWhitening2d) and isinstance(variance := getattr(old, "running_var", None), Tensor):
+    if isinstance(new, BatchWhitening2d) and isinstance(
+        variance := getattr(old, "running_var", None), Tensor
+    ):
         new.start_from_variance(variance, getattr(old, "eps", 0.0))
     weight = old._parameters.get("weight")
     for name, parameter in new.named_parameters():
@@ -121,10 +155,17 @@ def _copy_state(old: nn.Module, new: nn.Module) -> None:
 
 def _check_statistics(old: nn.Module, new: nn.Module, spec: Norm, where: str) -> None:
     """Refuse a norm with running statistics where the old layer lacks those that it should start from."""
-    if getattr(new, "running_mean", None) is None or getattr(old, "running_mean", None) is not None:
+    if (
+        getattr(new, "running_mean", None) is None
+        or getattr(old, "running_mean", None) is not None
+    ):
         return
-    is_batch_norm = isinstance(old, nn.modules.batchnorm._BatchNorm)  # with track_running_stats=False
-    contains_norms = any(channels_of(module) for module in old.modules() if module is not old)  # CycleBatchNormList
+    is_batch_norm = isinstance(
+        old, nn.modules.batchnorm._BatchNorm
+    )  # with track_running_stats=False
+    contains_norms = any(
+        channels_of(module) for module in old.modules() if module is not old
+    )  # CycleBatchNormList
     if is_batch_norm or contains_norms or describe(new).startswith("Frozen"):
         raise NormError(
             f"{where}: has no running statistics of its own, which {spec} needs. Fix: use GW or GN, or keep it by None "
@@ -140,5 +181,8 @@ def loses_statistics(old: nn.Module, new: nn.Module) -> bool:
     if isinstance(new, BatchWhitening2d) and getattr(old, "running_var", None) is not None:
         return new.running != "matrix" and new.solver.name not in _EXACT_SOLVERS
     kept = [name for name in _STATISTICS if getattr(new, name, None) is not None]
-    shapes = [[getattr(getattr(layer, name, None), "shape", None) for name in kept] for layer in (old, new)]
+    shapes = [
+        [getattr(getattr(layer, name, None), "shape", None) for name in kept]
+        for layer in (old, new)
+    ]
     return not kept or shapes[0] != shapes[1]

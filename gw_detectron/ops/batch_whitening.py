@@ -70,7 +70,9 @@ class BatchStatistics(NamedTuple):
 
     columns: Tensor  # m, the number of columns in all processes, a scalar without gradient
     mean: Tensor  # (C,)
-    centered: list[Tensor]  # the columns of this process minus the mean: (C // k, k, m_p) and perhaps (1, r, m_p)
+    centered: list[
+        Tensor
+    ]  # the columns of this process minus the mean: (C // k, k, m_p) and perhaps (1, r, m_p)
     covariances: list[Tensor]  # divided by m: (C // k, k, k) and perhaps (1, r, r)
 
 
@@ -81,7 +83,9 @@ def batch_statistics(columns: Tensor, width: int, sync: bool = False) -> BatchSt
     and run the backward pass. Two all-reduces: a single one of second moments about zero would cancel digits if the
     mean is large.
     """
-    synchronized = sync and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    synchronized = (
+        sync and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    )
     count = columns.new_full((1,), columns.shape[1])
     total = columns.sum(1)
     if synchronized:
@@ -94,8 +98,12 @@ def batch_statistics(columns: Tensor, width: int, sync: bool = False) -> BatchSt
     if synchronized:
         sums = _SumOverProcesses.apply(torch.cat([product.flatten() for product in products]))
         pieces = sums.split([product.numel() for product in products])
-        products = [piece.view_as(product) for piece, product in zip(pieces, products, strict=True)]
-    return BatchStatistics(count[0], mean, centered, [product / divisor for product in products])
+        products = [
+            piece.view_as(product) for piece, product in zip(pieces, products, strict=True)
+        ]
+    return BatchStatistics(
+        count[0], mean, centered, [product / divisor for product in products]
+    )
 
 
 class _SumOverProcesses(torch.autograd.Function):
@@ -113,13 +121,22 @@ class _SumOverProcesses(torch.autograd.Function):
 
 
 def transform(
-    centered: list[Tensor], matrices: list[Tensor], weight: Tensor | None, bias: Tensor | None, *, like: Tensor
+    centered: list[Tensor],
+    matrices: list[Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    like: Tensor,
 ) -> Tensor:
     r"""Return :math:`\gamma A X_C + \beta` in the layout of ``like``, the input, for A = ``matrices``."""
     dtype, width = matrices[0].dtype, matrices[0].shape[-1]
-    if weight is not None:  # fold the scale into the small matrices: one pass less over the columns
+    if (
+        weight is not None
+    ):  # fold the scale into the small matrices: one pass less over the columns
         scales = split(weight.to(dtype), width)
-        matrices = [scale[..., None] * matrix for scale, matrix in zip(scales, matrices, strict=True)]
+        matrices = [
+            scale[..., None] * matrix for scale, matrix in zip(scales, matrices, strict=True)
+        ]
     if bias is None:
         parts = [matrix @ part for matrix, part in zip(matrices, centered, strict=True)]
     else:

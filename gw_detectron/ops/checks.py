@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def check_tensors(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, channels: int | None = None
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    channels: int | None = None,
 ) -> None:
     """Raise ValueError unless x is floating point (N, C, *spatial), and weight and bias are (C,) on its device."""
     if x.dim() < 2 or (channels is not None and x.shape[1] != channels):
@@ -17,7 +20,9 @@ def check_tensors(
             f"x: expected shape (N, {channels or 'C'}, *spatial), got {tuple(x.shape)}. Fix: give such input."
         )
     if not x.is_floating_point():
-        raise ValueError(f"x: expected a floating point dtype, got {x.dtype}. Fix: convert it, e.g. x.float().")
+        raise ValueError(
+            f"x: expected a floating point dtype, got {x.dtype}. Fix: convert it, e.g. x.float()."
+        )
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and parameter.shape != x.shape[1:2]:
             raise ValueError(
@@ -30,7 +35,9 @@ def check_tensors(
             )
 
 
-def check_integer(name: str, value: Any, least: int, example: int, most: int = 2**31 - 1) -> None:
+def check_integer(
+    name: str, value: Any, least: int, example: int, most: int = 2**31 - 1
+) -> None:
     """Raise TypeError unless ``value`` is an integer (no bool), ValueError unless within bounds."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(
@@ -38,7 +45,9 @@ def check_integer(name: str, value: Any, least: int, example: int, most: int = 2
         )
     if not least <= value <= most:
         allowed = f"of at least {least}" + (f" and at most {most}" if value > most else "")
-        raise ValueError(f"{name} ({value!r}): expected an integer {allowed}. Fix: try {name}={example}.")
+        raise ValueError(
+            f"{name} ({value!r}): expected an integer {allowed}. Fix: try {name}={example}."
+        )
 
 
 def check_number(name: str, value: Any, least: float, most: float, example: float) -> None:
@@ -49,7 +58,9 @@ def check_number(name: str, value: Any, least: float, most: float, example: floa
         )
     if not (least <= float(value) <= most and float(value) < float("inf")):
         allowed = f"from {least} to {most}" if most < float("inf") else f"of at least {least}"
-        raise ValueError(f"{name} ({value!r}): expected a finite number {allowed}. Fix: try {name}={example}.")
+        raise ValueError(
+            f"{name} ({value!r}): expected a finite number {allowed}. Fix: try {name}={example}."
+        )
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -77,7 +88,9 @@ def rounding_floor(largest: Tensor, size: int, least: float | Tensor = 0.0) -> T
     """
     rounding = torch.finfo(largest.dtype).eps
     lost = least < 0.5 * rounding * largest
-    return torch.where(lost, size * rounding * largest, 0.0).clamp_min(zero_variance_threshold(largest.dtype))
+    return torch.where(lost, size * rounding * largest, 0.0).clamp_min(
+        zero_variance_threshold(largest.dtype)
+    )
 
 
 def autocast_off(device_type: str) -> AbstractContextManager:

@@ -12,7 +12,8 @@ _EXPORTING_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
 _TRANSFORMS_ACTIVE = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _ACTIVE_MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _BATCHED = [
-    getattr(torch._C._functorch, name, lambda x: False) for name in ("is_batchedtensor", "is_legacy_batchedtensor")
+    getattr(torch._C._functorch, name, lambda x: False)
+    for name in ("is_batchedtensor", "is_legacy_batchedtensor")
 ]
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 #: matrices whose shortest or longest side is below these are multiplied faster by torch.matmul
@@ -56,7 +57,8 @@ def onednn_available() -> bool:
         torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and "GenuineIntel" not in (_CPU_INFO.read_text() if _CPU_INFO.is_file() else platform.processor())
+        and "GenuineIntel"
+        not in (_CPU_INFO.read_text() if _CPU_INFO.is_file() else platform.processor())
     )
 
 

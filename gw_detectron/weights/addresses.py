@@ -16,14 +16,19 @@ _DETECTRON2_HOST = "dl.fbaipublicfiles.com"  # of detectron2:// and catalog://, 
 def local_path(address: str, key: str) -> str:
     """Resolve an address to a file on this machine; fetch the file if needed.
 
-    Arguments and errors: see :func:`gw_detectron.checkpoint.open_checkpoint`.
+    Arguments and errors: see :func:`gw_detectron.weights.open_checkpoint`.
     """
     check_address(address)
     try:
         path = PathManager.get_local_path(address)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: Detectron2's catalog lacks it
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+    ) as error:  # RuntimeError: Detectron2's catalog lacks it
         raise FileAccessError(
             f"{key}: cannot fetch '{address}': {error}. Fix: give the path of a file or a known address."
         ) from error
@@ -31,7 +36,9 @@ def local_path(address: str, key: str) -> str:
         fix = "give an existing path or gw://imagenet/R-50."
         if address.startswith("weights/"):  # in the configs
             fix = "put your own weights there (none are published under weights/), see MODEL_ZOO.md."
-        raise MissingFileError(f"{key}: file not found: '{address}' (cwd: {os.getcwd()}). Fix: {fix}")
+        raise MissingFileError(
+            f"{key}: file not found: '{address}' (cwd: {os.getcwd()}). Fix: {fix}"
+        )
     return path
 
 
@@ -47,7 +54,9 @@ def check_address(address: str) -> None:
     while (decoded := unquote(plain)) != plain:
         plain = decoded
     if ".." in re.split(r"[/\\?#&;=]", plain):
-        raise RefusedFileError(f"address ('{address}'): '..' could leave the download cache. Fix: leave out '..'.")
+        raise RefusedFileError(
+            f"address ('{address}'): '..' could leave the download cache. Fix: leave out '..'."
+        )
 
 
 class CachedURLHandler(HTTPURLHandler):
@@ -57,7 +66,9 @@ class CachedURLHandler(HTTPURLHandler):
     same path on another host.
     """
 
-    def _get_local_path(self, path: str, force: bool = False, cache_dir: str | None = None, **kwargs: Any) -> str:
+    def _get_local_path(
+        self, path: str, force: bool = False, cache_dir: str | None = None, **kwargs: Any
+    ) -> str:
         check_address(path)
         url = urlsplit(path)
         folder = get_cache_dir(cache_dir)
@@ -65,7 +76,9 @@ class CachedURLHandler(HTTPURLHandler):
             folder = os.path.join(folder, "urls", re.sub(r"[^\w.-]", "_", url.netloc))
 
         cache = os.path.realpath(get_cache_dir(cache_dir))
-        target = os.path.join(folder, os.path.dirname(url.path.lstrip("/")), path.split("/")[-1])
+        target = os.path.join(
+            folder, os.path.dirname(url.path.lstrip("/")), path.split("/")[-1]
+        )
         if os.path.commonpath([cache, os.path.realpath(target)]) != cache:
             raise RefusedFileError(
                 f"address ('{path}'): a link in the download cache '{cache}' leads out of it. Fix: set FVCORE_CACHE to "

@@ -56,7 +56,9 @@ class PublishedWeights:
 
     @property
     def name(self) -> str:
-        return f"imagenet/{self.architecture}" + (f"-{self.label}" if self.label != "GW" else "")
+        return f"imagenet/{self.architecture}" + (
+            f"-{self.label}" if self.label != "GW" else ""
+        )
 
     @property
     def file(self) -> str:
@@ -66,7 +68,11 @@ class PublishedWeights:
     @property
     def url(self) -> str:
         mirror = os.environ.get(MIRROR_VARIABLE)
-        return f"{mirror.rstrip('/')}/{self.file}" if mirror else f"https://drive.google.com/uc?id={self.drive_id}"
+        return (
+            f"{mirror.rstrip('/')}/{self.file}"
+            if mirror
+            else f"https://drive.google.com/uc?id={self.drive_id}"
+        )
 
 
 CATALOG: Mapping[str, PublishedWeights] = {
@@ -78,7 +84,9 @@ CATALOG: Mapping[str, PublishedWeights] = {
         PublishedWeights("X-101-32x8d", "1lVAvTSCnHs-Ij5gt7ubQvLmZzUQdKUNt"),
         # GN in place of GW: XBNBlock, trained as GW was ("standard") and with the authors' "advanced" recipe
         PublishedWeights("R-50", "1xqGsCDD4Y_rv6PjTtACAs8D918fjUT55", norm=_GN64, label="GN64"),
-        PublishedWeights("R-50", "1pHRhjc67M5wki5fWy44SG5lj06q71gat", norm=_GN64, label="GN64-advanced"),
+        PublishedWeights(
+            "R-50", "1pHRhjc67M5wki5fWy44SG5lj06q71gat", norm=_GN64, label="GN64-advanced"
+        ),
     )
 }
 
@@ -108,20 +116,31 @@ def _published_weights(weights: PublishedWeights, cache: Path) -> Path:
     if fetched:
         _download(weights, source)
     digest, recorded = sha256_of(source), cache / f"{weights.file}.sha256"
-    if recorded.is_file() and (expected := recorded.read_text(errors="replace").strip()) != digest:
+    if (
+        recorded.is_file()
+        and (expected := recorded.read_text(errors="replace").strip()) != digest
+    ):
         raise WeightsFileError(
             f"{str(source)!r}: checksum mismatch: expected {expected!r}, got {digest!r}. Fix: restore the file, or "
             f"delete {recorded} to accept the new one."
         )
-    if not (target.is_file() and recorded.is_file()):  # without a record, the source may be a new one
+    if not (
+        target.is_file() and recorded.is_file()
+    ):  # without a record, the source may be a new one
         try:
             convert_file(source, target, overwrite=True, norm=weights.norm)
         except (UnknownNormError, WeightsFileError) as error:
             if fetched:
                 source.unlink()
-            fix = f"Fix: try again, or save the file as {source} yourself." if fetched else "Fix: replace the file."
+            fix = (
+                f"Fix: try again, or save the file as {source} yourself."
+                if fetched
+                else "Fix: replace the file."
+            )
             reason = str(error).partition("Fix: ")[0].rstrip()
-            raise WeightsFileError(f"{PREFIX}{weights.name} ({weights.url!r}): {reason} {fix}") from None
+            raise WeightsFileError(
+                f"{PREFIX}{weights.name} ({weights.url!r}): {reason} {fix}"
+            ) from None
     with atomic_write(recorded) as temporary:
         temporary.write_text(digest)
     return target
@@ -136,7 +155,9 @@ def _download(weights: PublishedWeights, path: Path) -> None:
     url = weights.url
     logging.getLogger(__name__).info("Downloading %s to %s. %s", url, path, _LICENSE)
     try:
-        gdown.download(url, str(path), resume=True, use_cookies=False, timeout=(20.0, 60.0), retries=4)
+        gdown.download(
+            url, str(path), resume=True, use_cookies=False, timeout=(20.0, 60.0), retries=4
+        )
     except (gdown.exceptions.DownloadError, RequestException) as error:
         raise FileAccessError(
             f"{PREFIX}{weights.name}: not in the cache, and the download of {url} failed: {first_line(error)}. Fix: "

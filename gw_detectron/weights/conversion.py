@@ -16,7 +16,13 @@ import yaml
 from torch import Tensor
 
 from ..atomic import atomic_write, remove_unfinished
-from ..errors import FileAccessError, UnknownNormError, WeightsError, WeightsFileError, summarize_names
+from ..errors import (
+    FileAccessError,
+    UnknownNormError,
+    WeightsError,
+    WeightsFileError,
+    summarize_names,
+)
 from ..installation import TOOL
 from ..norms import CONVS
 from .network import (
@@ -39,7 +45,11 @@ from .reading import Contents, named_tensors, read_weights_file, sha256_of, weig
 
 _WRAPPERS = ("model", "state_dict")
 _AVERAGED = ("model_ema", "state_dict_ema")  # of torchvision's and timm's training scripts
-_PREFIXES = ("module.", "_orig_mod.", "backbone.body.")  # of DataParallel, torch.compile and maskrcnn-benchmark
+_PREFIXES = (
+    "module.",
+    "_orig_mod.",
+    "backbone.body.",
+)  # of DataParallel, torch.compile and maskrcnn-benchmark
 #: the classifier, the norm before it (which the authors' ResNeXts have and do not use), and step counters
 DROPPED = re.compile(r"(fc|last_bn)\..*|.*\.num_batches_tracked")
 
@@ -48,13 +58,17 @@ DROPPED = re.compile(r"(fc|last_bn)\..*|.*\.num_batches_tracked")
 class Conversion:
     """Weights of a Detectron2 ResNet."""
 
-    tensors: dict[str, Tensor]  # float32, with the names of ``backbone.bottom_up`` without that prefix
+    tensors: dict[
+        str, Tensor
+    ]  # float32, with the names of ``backbone.bottom_up`` without that prefix
     source_tensors: dict[str, Tensor]  # before the conversion, with torchvision's names
     architecture: Architecture
     norms: dict[str, str]  # by torchvision's names of the norm layers
     positions: Positions  # the norms as config keys
     preprocessing: Preprocessing
-    provenance: Provenance | None = None  # the file they were converted from, None if not read from a file
+    provenance: Provenance | None = (
+        None  # the file they were converted from, None if not read from a file
+    )
 
     def config(self, weights: str = "") -> dict[str, Any]:
         """Return the config keys that the weights at ``MODEL.WEIGHTS`` need; BN is frozen, as in fine-tuning."""
@@ -72,7 +86,9 @@ class Conversion:
                     "RES2_OUT_CHANNELS": 256 if network.bottleneck else 64,
                     "STRIDE_IN_1X1": images.stride_in_1x1,
                     "NORM": "FrozenBN" if norms.norm == "BN" else norms.norm,
-                    "WHITEN_NORM": {"": "GW", "BN": "FrozenBN"}.get(norms.whiten_norm, norms.whiten_norm),
+                    "WHITEN_NORM": {"": "GW", "BN": "FrozenBN"}.get(
+                        norms.whiten_norm, norms.whiten_norm
+                    ),
                     "WHITEN_POSITIONS": norms.positions,
                 },
             },
@@ -82,7 +98,11 @@ class Conversion:
 
 
 def convert_file(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False, **options: Any
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    **options: Any,
 ) -> Conversion:
     """Convert a file of ImageNet weights; write Detectron2's .pkl and a yaml of the config keys that it needs.
 
@@ -101,16 +121,23 @@ def convert_file(
     """
     target = Path(target)
     if target.suffix != ".pkl":
-        raise WeightsError(f"target ({str(target)!r}): wrong suffix. Fix: end the name in .pkl.")
+        raise WeightsError(
+            f"target ({str(target)!r}): wrong suffix. Fix: end the name in .pkl."
+        )
     config = target.with_suffix(".yaml")
     for path in (target, config):
         if path.exists() and not overwrite:
-            raise FileAccessError(f"target ({str(path)!r}): exists. Fix: give another name or --force.")
+            raise FileAccessError(
+                f"target ({str(path)!r}): exists. Fix: give another name or --force."
+            )
     remove_unfinished(target.parent)
     conversion = load_weights(source, **options)
     norms = {detectron2_name(layer): spec for layer, spec in conversion.norms.items()}
     content = {
-        "model": {name: np.ascontiguousarray(value.numpy()) for name, value in conversion.tensors.items()},
+        "model": {
+            name: np.ascontiguousarray(value.numpy())
+            for name, value in conversion.tensors.items()
+        },
         "__author__": TOOL,
         # Detectron2 then matches tensors by the end of their names, so that one file fits detectors with and without
         # FPN and bare backbones
@@ -119,8 +146,14 @@ def convert_file(
     }
     with contextlib.suppress(OSError):  # atomic_write reports it
         target.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(conversion.config(str(target)), sort_keys=False, default_flow_style=None)
-    with atomic_write(config) as keys, atomic_write(target) as weights, open(weights, "wb") as file:
+    text = yaml.safe_dump(
+        conversion.config(str(target)), sort_keys=False, default_flow_style=None
+    )
+    with (
+        atomic_write(config) as keys,
+        atomic_write(target) as weights,
+        open(weights, "wb") as file,
+    ):
         keys.write_text(f"# Config keys that {target} needs.\n{text}")
         pickle.dump(content, file, protocol=4)
     return conversion
@@ -156,11 +189,17 @@ def _caffe_statistics(tensors: Mapping[str, Tensor]) -> str:
     """Return why weights with torchvision's names may not be torchvision's, or ""."""
     fields = {".running_mean": 0.0, ".running_var": 1.0}
     statistics = [
-        (value.float(), fields[end]) for name, value in tensors.items() for end in fields if name.endswith(end)
+        (value.float(), fields[end])
+        for name, value in tensors.items()
+        for end in fields
+        if name.endswith(end)
     ]
-    if statistics and all(bool((value - constant).abs().max() < 1e-3) for value, constant in statistics):
+    if statistics and all(
+        bool((value - constant).abs().max() < 1e-3) for value, constant in statistics
+    ):
         return (
-            "all running means are 0 and variances 1, as in weights from Caffe, whose BN is multiplied into its scale"
+            "all running means are 0 and variances 1, as in weights from Caffe, whose BN is "
+            "multiplied into its scale"
         )
     return ""
 
@@ -176,12 +215,20 @@ def _preprocessing(record: Record, stated: str | None, *, unclear: str) -> Prepr
             "Fix: run gw-detectron weights convert with --preprocessing (in Python, preprocessing=) as one of "
             f"{known}; Caffe's ResNets are detectron2-msra."
         )
-    if record.preprocessing is not None and stated is not None and record.preprocessing != PREPROCESSING[stated]:
-        raise WeightsError(f"preprocessing ({stated!r}): the file records {record.preprocessing}. Fix: leave it out.")
+    if (
+        record.preprocessing is not None
+        and stated is not None
+        and record.preprocessing != PREPROCESSING[stated]
+    ):
+        raise WeightsError(
+            f"preprocessing ({stated!r}): the file records {record.preprocessing}. Fix: leave it out."
+        )
     return record.preprocessing or (PREPROCESSING[stated] if stated else TORCHVISION)
 
 
-def convert(content: Any, *, norm: str | None = None, preprocessing: str | None = None) -> Conversion:
+def convert(
+    content: Any, *, norm: str | None = None, preprocessing: str | None = None
+) -> Conversion:
     """Rename, reshape and check ResNet or ResNeXt weights.
 
     The architecture and the layers with batch normalization are inferred from the tensors. All other norms must be
@@ -221,10 +268,16 @@ def convert(content: Any, *, norm: str | None = None, preprocessing: str | None 
 
 
 def _convert_tensors(
-    tensors: Mapping[str, Tensor], network: Architecture, norms: Mapping[str, str], positions: Positions
+    tensors: Mapping[str, Tensor],
+    network: Architecture,
+    norms: Mapping[str, str],
+    positions: Positions,
 ) -> dict[str, Tensor]:
     """Convert the tensors if all fit torchvision's network."""
-    expected = {name: tuple(value.shape) for name, value in build_torchvision(network, norms).state_dict().items()}
+    expected = {
+        name: tuple(value.shape)
+        for name, value in build_torchvision(network, norms).state_dict().items()
+    }
     left = {name: value for name, value in tensors.items() if not DROPPED.fullmatch(name)}
     converted, problems = {}, dict[str, list[str]]()
     for name, shape in expected.items():
@@ -237,7 +290,11 @@ def _convert_tensors(
         is_affine = norms.get(name.rpartition(".")[0], "").startswith("GW")
         if is_affine and value.shape == (1, *shape, 1, 1):  # the authors' scale and shift
             value = value.flatten()
-        problem = f"of wrong shape, expected {shape}" if value.shape != shape else weight_problem(name, value)
+        problem = (
+            f"of wrong shape, expected {shape}"
+            if value.shape != shape
+            else weight_problem(name, value)
+        )
         if problem:
             dtype = str(value.dtype).removeprefix("torch.")
             problems.setdefault(problem, []).append(f"{name} {tuple(value.shape)} {dtype}")
@@ -246,9 +303,16 @@ def _convert_tensors(
     if left:
         problems["unexpected"] = list(left)
     if problems:
-        lines = [f"{len(names)} {problem}: {summarize_names(names)}" for problem, names in problems.items()]
+        lines = [
+            f"{len(names)} {problem}: {summarize_names(names)}"
+            for problem, names in problems.items()
+        ]
         head = f"tensors: do not fit {network.name} with {positions}"
-        raise WeightsError("\n  ".join([head, *lines, "Fix: give complete weights of one network, and their norm."]))
+        raise WeightsError(
+            "\n  ".join(
+                [head, *lines, "Fix: give complete weights of one network, and their norm."]
+            )
+        )
     return converted
 
 
@@ -258,7 +322,9 @@ def _unwrap(contents: Contents) -> dict[str, Tensor]:
     while isinstance(content, Mapping):
         found = [key for key in _WRAPPERS if isinstance(content.get(key), Mapping)]
         if len(found) > 1:
-            raise WeightsError(f"keys ({' and '.join(map(repr, found))}): both hold weights. Fix: keep one.")
+            raise WeightsError(
+                f"keys ({' and '.join(map(repr, found))}): both hold weights. Fix: keep one."
+            )
         if not found:
             break
         for key in [key for key in _AVERAGED if key in content]:
@@ -268,7 +334,12 @@ def _unwrap(contents: Contents) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = named_tensors(content, contents.size)
     tensors.pop("n_averaged", None)  # the counter of torch.optim.swa_utils.AveragedModel
     while prefix := next(
-        (text for text in _PREFIXES if tensors and all(name.startswith(text) for name in tensors)), ""
+        (
+            text
+            for text in _PREFIXES
+            if tensors and all(name.startswith(text) for name in tensors)
+        ),
+        "",
     ):
         tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
     return tensors

@@ -17,15 +17,33 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from ..errors import UnknownNormError, WeightsError, summarize_names
-from ..norms import POSITIONS, build_norm, conv_names, evaluation_spec, norm_rows, norm_spec, norms_at
+from ..norms import (
+    POSITIONS,
+    build_norm,
+    conv_names,
+    evaluation_spec,
+    norm_rows,
+    norm_spec,
+    norms_at,
+)
 from .reading import Contents
 
 #: keys in a checkpoint and in the header of a safetensors file
 NORMS, PREPROCESSING_KEY, PROVENANCE = "norms", "preprocessing", "provenance"
-_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}  # of stages
-_STAGES = {f"layer{index}": f"res{index + 1}" for index in range(1, 5)}  # torchvision -> Detectron2
+_BLOCKS = {
+    18: (2, 2, 2, 2),
+    34: (3, 4, 6, 3),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+}  # of stages
+_STAGES = {
+    f"layer{index}": f"res{index + 1}" for index in range(1, 5)
+}  # torchvision -> Detectron2
 _BN = "BN:"  # evaluation_spec of batch normalization, frozen or not
-_DETECTOR = re.compile(r"res2_0_branch2a_w|.*\.res2\.0\.conv1\.weight")  # Caffe2's names, or a detector's
+_DETECTOR = re.compile(
+    r"res2_0_branch2a_w|.*\.res2\.0\.conv1\.weight"
+)  # Caffe2's names, or a detector's
 
 
 @dataclass(frozen=True)
@@ -80,20 +98,33 @@ def read_record(contents: Contents) -> Record:
     try:
         if contents.format == "safetensors":
             keys = (NORMS, PREPROCESSING_KEY, PROVENANCE)
-            values = {key: json.loads(text) for key, text in contents.metadata.items() if key in keys}
-        norms, images, origin = (values.get(key) for key in (NORMS, PREPROCESSING_KEY, PROVENANCE))
+            values = {
+                key: json.loads(text) for key, text in contents.metadata.items() if key in keys
+            }
+        norms, images, origin = (
+            values.get(key) for key in (NORMS, PREPROCESSING_KEY, PROVENANCE)
+        )
         if NORMS in values and not (
-            isinstance(norms, Mapping) and all(isinstance(text, str) for pair in norms.items() for text in pair)
+            isinstance(norms, Mapping)
+            and all(isinstance(text, str) for pair in norms.items() for text in pair)
         ):
-            raise TypeError(f"{NORMS}: a {type(norms).__name__} that is not norm names by layer")
+            raise TypeError(
+                f"{NORMS}: a {type(norms).__name__} that is not norm names by layer"
+            )
         if images is not None:
             rows = {key: tuple(map(float, images[key])) for key in ("pixel_mean", "pixel_std")}
             images = Preprocessing(**(dict(images) | rows))
         elif values.get("__author__") == "torchvision":  # by Detectron2's tool
             images = TORCHVISION
-        provenance = None if origin is None else Provenance(**{key: str(text) for key, text in origin.items()})
+        provenance = (
+            None
+            if origin is None
+            else Provenance(**{key: str(text) for key, text in origin.items()})
+        )
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise WeightsError(f"record of the file: damaged ({error}). Fix: write the file again.") from None
+        raise WeightsError(
+            f"record of the file: damaged ({error}). Fix: write the file again."
+        ) from None
     return Record(norms, images, provenance)
 
 
@@ -119,7 +150,11 @@ class Architecture:
     def norm_layers(self) -> Mapping[str, int]:
         """The channels of each norm layer, by torchvision's names and in its order."""
         modules = build_torchvision(self).named_modules()
-        return {name: layer.num_features for name, layer in modules if isinstance(layer, nn.BatchNorm2d)}
+        return {
+            name: layer.num_features
+            for name, layer in modules
+            if isinstance(layer, nn.BatchNorm2d)
+        }
 
 
 def build_torchvision(network: Architecture, norms: Mapping[str, str] | None = None) -> ResNet:
@@ -155,9 +190,15 @@ def to_torchvision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         WeightsError: these are not the tensors of a ResNet or ResNeXt.
     """
-    names = {name: _torchvision_name(name) for name in tensors if not name.startswith("linear.")}
-    if unexpected := [name for name, renamed in names.items() if detectron2_name(renamed) != name]:
-        raise WeightsError(f"tensors ({summarize_names(unexpected)}): not part of a ResNet. Fix: leave them out.")
+    names = {
+        name: _torchvision_name(name) for name in tensors if not name.startswith("linear.")
+    }
+    if unexpected := [
+        name for name, renamed in names.items() if detectron2_name(renamed) != name
+    ]:
+        raise WeightsError(
+            f"tensors ({summarize_names(unexpected)}): not part of a ResNet. Fix: leave them out."
+        )
     renamed = {names[name]: tensors[name] for name in names}
     infer_architecture(renamed)
     return renamed
@@ -167,7 +208,9 @@ def _torchvision_name(name: str) -> str:
     """Invert :func:`detectron2_name`."""
     name = re.sub(r"\bconv(\d)\.norm", r"bn\1", name)
     name = name.replace("shortcut.norm", "downsample.1").replace("shortcut", "downsample.0")
-    return re.sub(r"^res(\d)", lambda stage: f"layer{int(stage[1]) - 1}", name.removeprefix("stem."))
+    return re.sub(
+        r"^res(\d)", lambda stage: f"layer{int(stage[1]) - 1}", name.removeprefix("stem.")
+    )
 
 
 def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
@@ -188,7 +231,9 @@ def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
     name = "layer1.0.conv2.weight"
     shape = tuple(tensors[name].shape) if bottleneck and name in tensors else ()
     if len(shape) != 4 or 0 in shape or shape[0] % shape[1]:
-        return Architecture(depths[0])  # what is odd or missing in a bottleneck is found with all other tensors
+        return Architecture(
+            depths[0]
+        )  # what is odd or missing in a bottleneck is found with all other tensors
     return Architecture(depths[0], groups=shape[0] // shape[1], width=shape[1])
 
 
@@ -202,7 +247,11 @@ class Positions(NamedTuple):
     def __str__(self) -> str:
         if self.positions == "ALL":
             return f"{self.whiten_norm} at ALL"
-        return f"{self.norm}, {self.whiten_norm} at {self.positions}" if self.positions else self.norm
+        return (
+            f"{self.norm}, {self.whiten_norm} at {self.positions}"
+            if self.positions
+            else self.norm
+        )
 
 
 def infer_norms(
@@ -215,10 +264,17 @@ def infer_norms(
     layers = network.norm_layers
     unproven = [layer for layer in layers if not _has_batch_statistics(tensors, layer)]
     if (recorded := record.norms) is not None:
-        norms = {layer: recorded.get(layer) or recorded.get(detectron2_name(layer), "") for layer in layers}
-        norms |= {layer: "BN" for layer, spec in norms.items() if not spec and layer not in unproven}
+        norms = {
+            layer: recorded.get(layer) or recorded.get(detectron2_name(layer), "")
+            for layer in layers
+        }
+        norms |= {
+            layer: "BN" for layer, spec in norms.items() if not spec and layer not in unproven
+        }
         if missing := [layer for layer, spec in norms.items() if not spec]:
-            raise WeightsError(f"norms: the file lists none for {summarize_names(missing)}. Fix: write it again.")
+            raise WeightsError(
+                f"norms: the file lists none for {summarize_names(missing)}. Fix: write it again."
+            )
     elif unproven and stated is None:
         raise UnknownNormError(
             f"Cannot tell GN from GW for {len(unproven)} of {len(layers)} norm layers ({summarize_names(unproven)}): "
@@ -229,9 +285,13 @@ def infer_norms(
         norms = {layer: (stated or "") if layer in unproven else "BN" for layer in layers}
     norms = {layer: full_name(spec, layers[layer]) for layer, spec in norms.items()}
     if stated is not None:
-        others = [layer for layer, spec in norms.items() if evaluation_spec(spec) != _BN] or list(norms)
+        others = [
+            layer for layer, spec in norms.items() if evaluation_spec(spec) != _BN
+        ] or list(norms)
         for layer in others:
-            if not is_same_norm(full_name(stated, layers[layer]), norms[layer], with_eps="eps=" in stated):
+            if not is_same_norm(
+                full_name(stated, layers[layer]), norms[layer], with_eps="eps=" in stated
+            ):
                 raise WeightsError(
                     f"norm ({stated!r}): the weights have {norms[layer]} at {layer}. Fix: give that norm, or none."
                 )
@@ -240,9 +300,15 @@ def infer_norms(
 
 def _has_batch_statistics(tensors: Mapping[str, Tensor], layer: str) -> bool:
     """Return whether the tensors of a layer prove batch normalization."""
-    fields = {name.removeprefix(f"{layer}.") for name in tensors if name.startswith(f"{layer}.")}
+    fields = {
+        name.removeprefix(f"{layer}.") for name in tensors if name.startswith(f"{layer}.")
+    }
     statistics = {"running_mean", "running_var"}
-    return bool(fields & statistics) and fields <= statistics | {"weight", "bias", "num_batches_tracked"}
+    return bool(fields & statistics) and fields <= statistics | {
+        "weight",
+        "bias",
+        "num_batches_tracked",
+    }
 
 
 @functools.cache
@@ -259,20 +325,33 @@ def is_same_norm(first: str, second: str, *, with_eps: bool = True) -> bool:
     """Return whether two full norm names compute the same in evaluation, apart from eps if wanted."""
     names = [evaluation_spec(spec) for spec in (first, second)]
     if not with_eps:
-        names = [",".join(part for part in name.split(",") if not part.startswith("eps=")) for name in names]
+        names = [
+            ",".join(part for part in name.split(",") if not part.startswith("eps="))
+            for name in names
+        ]
     return names[0] == names[1]
 
 
 def positions_of(network: Architecture, norms: Mapping[str, str]) -> Positions:
     """Express the norms of layers as config keys."""
     if spec := _common_norm(network, norms):
-        return Positions("BN", spec, "ALL") if spec.startswith(("GW", "BW")) else Positions(spec, "", "")
+        return (
+            Positions("BN", spec, "ALL")
+            if spec.startswith(("GW", "BW"))
+            else Positions(spec, "", "")
+        )
     names = {detectron2_name(layer): layer for layer in network.norm_layers}
-    possible = [positions for positions in POSITIONS[1:-1] if network.bottleneck or positions != "S1-B3"]
+    possible = [
+        positions for positions in POSITIONS[1:-1] if network.bottleneck or positions != "S1-B3"
+    ]
     for positions in possible:
         whitened = {names[name] for name in norms_at(positions, names)}
-        inside = _common_norm(network, {layer: spec for layer, spec in norms.items() if layer in whitened})
-        outside = _common_norm(network, {layer: spec for layer, spec in norms.items() if layer not in whitened})
+        inside = _common_norm(
+            network, {layer: spec for layer, spec in norms.items() if layer in whitened}
+        )
+        outside = _common_norm(
+            network, {layer: spec for layer, spec in norms.items() if layer not in whitened}
+        )
         if inside and outside:
             return Positions(outside, inside, positions)
     others = [layer for layer, spec in norms.items() if evaluation_spec(spec) != _BN]
@@ -286,6 +365,8 @@ def _common_norm(network: Architecture, norms: Mapping[str, str]) -> str:
     """Return the norm name that makes all layers, or "": the one of most channels, where groups are capped least."""
     layers = network.norm_layers
     spec = norms[max(norms, key=lambda layer: layers[layer])]
-    if not all(is_same_norm(full_name(spec, layers[layer]), own) for layer, own in norms.items()):
+    if not all(
+        is_same_norm(full_name(spec, layers[layer]), own) for layer, own in norms.items()
+    ):
         return ""
     return "BN" if evaluation_spec(spec) == _BN else spec

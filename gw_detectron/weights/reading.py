@@ -20,7 +20,9 @@ from ..errors import FileAccessError, MissingFileError, RefusedFileError, Weight
 
 SAVE_AGAIN = "Fix: save {'model': model.state_dict()} with torch.save, as a .pth file."
 _GET_AGAIN = "Fix: get the file again."
-_LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes of torch.save's files before torch 1.6
+_LEGACY_TORCH = pickle.dumps(
+    0x1950A86A20F9469CFC6C, protocol=2
+)  # first bytes of torch.save's files before torch 1.6
 
 
 class Contents(NamedTuple):
@@ -46,13 +48,19 @@ def read_weights_file(path: str | os.PathLike[str]) -> Contents:
     """
     path = os.fspath(path)
     if not os.path.exists(path):
-        raise MissingFileError(f"'{path}': file not found (cwd: {os.getcwd()}). Fix: give an existing file.")
+        raise MissingFileError(
+            f"'{path}': file not found (cwd: {os.getcwd()}). Fix: give an existing file."
+        )
     if not os.path.isfile(path):  # opening a pipe would block
-        raise WeightsFileError(f"'{path}': cannot be read: it is not a regular file. Fix: give a file.")
+        raise WeightsFileError(
+            f"'{path}': cannot be read: it is not a regular file. Fix: give a file."
+        )
     try:
         file = open(path, "rb")  # noqa: SIM115, closed below
     except OSError as error:
-        raise FileAccessError(f"'{path}': cannot be read: {error.strerror}. Fix: get read permission.") from error
+        raise FileAccessError(
+            f"'{path}': cannot be read: {error.strerror}. Fix: get read permission."
+        ) from error
     try:
         with file:
             return _read(file)._replace(size=os.fstat(file.fileno()).st_size)
@@ -65,13 +73,17 @@ def read_weights_file(path: str | os.PathLike[str]) -> Contents:
         raise WeightsFileError(f"'{path}': cannot be read: {error}") from None
     except Exception as error:  # damaged files raise anything, OSError and MemoryError included
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise WeightsFileError(f"'{path}': cannot be read: it is damaged ({reason}). {_GET_AGAIN}") from error
+        raise WeightsFileError(
+            f"'{path}': cannot be read: it is damaged ({reason}). {_GET_AGAIN}"
+        ) from error
 
 
 def _read(file: IO[bytes]) -> Contents:
     begin = file.read(len(_LEGACY_TORCH))
     file.seek(0)
-    if begin[4:9] == b"\0\0\0\0{":  # first: the length of the header may look like the first bytes of another format
+    if (
+        begin[4:9] == b"\0\0\0\0{"
+    ):  # first: the length of the header may look like the first bytes of another format
         data = file.read()
         tensors = safetensors.torch.load(data)  # which checks the header
         header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
@@ -82,22 +94,35 @@ def _read(file: IO[bytes]) -> Contents:
         # latin1 decodes the strings and arrays of Python 2 in old Detectron files
         return Contents(_Unpickler(file, encoding="latin1").load(), format="pickle")
     if begin.lstrip()[:1] == b"<":
-        raise WeightsFileError("it is a web page, so the download failed. Fix: download the file again.")
-    found = "it is not a file of torch.save, a safetensors file or a pickle" if begin else "it is empty"
+        raise WeightsFileError(
+            "it is a web page, so the download failed. Fix: download the file again."
+        )
+    found = (
+        "it is not a file of torch.save, a safetensors file or a pickle"
+        if begin
+        else "it is empty"
+    )
     raise WeightsFileError(f"{found}. {_GET_AGAIN}")
 
 
 def _load_torch(file: IO[bytes]) -> Any:
     # training scripts save their flags and scores beside the weights
-    allowed: list[Any] = [argparse.Namespace, *((stand_in, name) for name, stand_in in _NUMPY.items())]
+    allowed: list[Any] = [
+        argparse.Namespace,
+        *((stand_in, name) for name, stand_in in _NUMPY.items()),
+    ]
     try:
         with torch.serialization.safe_globals(allowed):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if named := re.search(r"GLOBAL (\S+)", str(error)):
             raise RefusedFileError(f"it names {named[1]}, which could run code") from None
-        reason = " ".join(str(error.__context__ or error).split())[:200]  # torch wraps it into its advice
-        raise WeightsFileError(f"it contains more than tensors and plain values ({reason}). {SAVE_AGAIN}") from error
+        reason = " ".join(str(error.__context__ or error).split())[
+            :200
+        ]  # torch wraps it into its advice
+        raise WeightsFileError(
+            f"it contains more than tensors and plain values ({reason}). {SAVE_AGAIN}"
+        ) from error
     except RuntimeError as error:
         if "TorchScript" in str(error):
             raise RefusedFileError("it is a TorchScript archive, which contains code") from None
@@ -109,7 +134,9 @@ class _Dtype:
 
     def __init__(self, code: str, *options: object) -> None:
         if not isinstance(code, str) or not re.fullmatch(r"[biuf]\d\d?", code):
-            raise WeightsFileError(f"it contains an array of {code!r}, which is not a number. {SAVE_AGAIN}")
+            raise WeightsFileError(
+                f"it contains an array of {code!r}, which is not a number. {SAVE_AGAIN}"
+            )
         self.dtype = np.dtype(code)
 
     def __setstate__(self, state: tuple) -> None:
@@ -132,7 +159,9 @@ class _Array(Tensor):
 
     def __setstate__(self, state: tuple) -> None:
         _, shape, dtype, column_major, data = state
-        self.data = torch.from_numpy(dtype.numbers(data).reshape(shape, order="F" if column_major else "C").copy())
+        self.data = torch.from_numpy(
+            dtype.numbers(data).reshape(shape, order="F" if column_major else "C").copy()
+        )
 
 
 def _frombuffer(data: bytes | bytearray, dtype: _Dtype, shape: tuple, order: str) -> _Array:
@@ -148,10 +177,14 @@ for _core in ("numpy.core", "numpy._core"):
     _NUMPY[f"{_core}.numeric._frombuffer"] = _frombuffer
 #: all classes and functions that a pickle of arrays may name
 _ALLOWED: dict[str, Any] = {**_NUMPY, "collections.OrderedDict": OrderedDict}
-_ALLOWED["_codecs.encode"] = lambda text, encoding: text.encode("latin1")  # protocols below 3 write bytes as a string
+_ALLOWED["_codecs.encode"] = lambda text, encoding: text.encode(
+    "latin1"
+)  # protocols below 3 write bytes as a string
 
 
-class _Unpickler(pickle._Unpickler):  # the C version allocates memory for counts that a damaged file may set
+class _Unpickler(
+    pickle._Unpickler
+):  # the C version allocates memory for counts that a damaged file may set
     """Create numeric arrays and plain Python values; refuse everything else."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
@@ -163,7 +196,9 @@ class _Unpickler(pickle._Unpickler):  # the C version allocates memory for count
         return _ALLOWED[path]
 
     def get_extension(self, code: int) -> Any:
-        raise RefusedFileError(f"it names a class by its registered number {code}, which could run code")
+        raise RefusedFileError(
+            f"it names a class by its registered number {code}, which could run code"
+        )
 
     def load_build(self) -> None:
         if not isinstance(self.stack[-2], (_Array, _Dtype, OrderedDict)):
@@ -176,17 +211,27 @@ class _Unpickler(pickle._Unpickler):  # the C version allocates memory for count
 def named_tensors(value: Any, size: int) -> OrderedDict[str, Tensor]:
     """Copy a state dict from a file of ``size`` bytes, with its module versions."""
     if not isinstance(value, Mapping):
-        raise WeightsFileError(f"a {type(value).__name__} instead of a dict of tensors. {SAVE_AGAIN}")
+        raise WeightsFileError(
+            f"a {type(value).__name__} instead of a dict of tensors. {SAVE_AGAIN}"
+        )
     tensors: OrderedDict[str, Tensor] = OrderedDict()
     for name, tensor in value.items():
-        is_tensor = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+        is_tensor = (
+            isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+        )
         if not (isinstance(name, str) and is_tensor):
-            raise WeightsFileError(f"{name!r:.99} is not a dense tensor ({type(tensor).__name__}). {SAVE_AGAIN}")
+            raise WeightsFileError(
+                f"{name!r:.99} is not a dense tensor ({type(tensor).__name__}). {SAVE_AGAIN}"
+            )
         # torch enlarges a storage that is too small for its tensor: its values would be arbitrary memory
         if tensor.numel() * tensor.element_size() > size:
-            raise WeightsFileError(f"{name} claims more bytes than the file has ({size}). {_GET_AGAIN}")
+            raise WeightsFileError(
+                f"{name} claims more bytes than the file has ({size}). {_GET_AGAIN}"
+            )
         tensors[name] = Tensor.detach(tensor)
-    if isinstance(versions := getattr(value, "_metadata", None), dict):  # by which modules know their older versions
+    if isinstance(
+        versions := getattr(value, "_metadata", None), dict
+    ):  # by which modules know their older versions
         tensors._metadata = versions  # type: ignore[attr-defined]
     return tensors
 

@@ -34,15 +34,21 @@ class Verification:
     """Result of :func:`verify`."""
 
     subject: str  # the network under test
-    relative: dict[str, float]  # stage -> largest difference of its features over the reference's largest magnitude
+    relative: dict[
+        str, float
+    ]  # stage -> largest difference of its features over the reference's largest magnitude
 
     @property
     def agrees(self) -> bool:
         return all(value < TOLERANCE for value in self.relative.values())
 
     def __str__(self) -> str:
-        table = tabulate(self.relative.items(), headers=["stage", "relative difference"], floatfmt=".1e")
-        first = next((stage for stage, value in self.relative.items() if not value < TOLERANCE), "")
+        table = tabulate(
+            self.relative.items(), headers=["stage", "relative difference"], floatfmt=".1e"
+        )
+        first = next(
+            (stage for stage, value in self.relative.items() if not value < TOLERANCE), ""
+        )
         verdict = f"DISAGREES from {first} on." if first else "AGREES."
         return f"Detectron2's ResNet against torchvision's, {self.subject}:\n\n{table}\n\n{verdict}"
 
@@ -71,16 +77,22 @@ def verify(
     conversion = load_weights(local_path(os.fspath(weights), "weights"))
     claimed = _claimed(conversion, source, norm)
     reference = torchvision_backbone(claimed).double()
-    pixels = torch.stack([_classification_input(image, conversion.preprocessing) for image in images])
+    pixels = torch.stack(
+        [_classification_input(image, conversion.preprocessing) for image in images]
+    )
     expected = torchvision_stages(reference, pixels)
     subject = f"{conversion.architecture.name} with {conversion.positions}"
     cfg = config_for(conversion)
     model = detectron2_backbone(conversion, cfg).double()
     found = model(torch.stack([_detection_input(image, cfg) for image in images]))
-    return Verification(subject, {stage: _difference(found[stage], expected[stage]) for stage in STAGES})
+    return Verification(
+        subject, {stage: _difference(found[stage], expected[stage]) for stage in STAGES}
+    )
 
 
-def _claimed(conversion: Conversion, source: str | os.PathLike[str] | None, norm: str | None) -> Conversion:
+def _claimed(
+    conversion: Conversion, source: str | os.PathLike[str] | None, norm: str | None
+) -> Conversion:
     """Return the weights as their source or the user's statement describes them."""
     if source is None:
         if norm is None:
@@ -93,7 +105,10 @@ def _claimed(conversion: Conversion, source: str | os.PathLike[str] | None, norm
             f"source ({os.fspath(source)!r}): SHA-256 {digest}, but the weights were converted from {origin}. Fix: "
             "give that file."
         )
-    preset = next((name for name, images in PREPROCESSING.items() if images == conversion.preprocessing), None)
+    preset = next(
+        (name for name, images in PREPROCESSING.items() if images == conversion.preprocessing),
+        None,
+    )
     return load_weights(source, norm=norm, preprocessing=preset)
 
 
@@ -104,7 +119,11 @@ def torchvision_backbone(weights: Conversion) -> TorchvisionResNet:
         for block in model.modules():
             if isinstance(block, Bottleneck):
                 block.conv1.stride, block.conv2.stride = block.conv2.stride, block.conv1.stride
-    tensors = {name: value for name, value in weights.source_tensors.items() if not DROPPED.fullmatch(name)}
+    tensors = {
+        name: value
+        for name, value in weights.source_tensors.items()
+        if not DROPPED.fullmatch(name)
+    }
     model.load_state_dict(tensors, assign=True)
     return model.eval()
 
@@ -113,14 +132,18 @@ def torchvision_stages(model: TorchvisionResNet, images: Tensor) -> dict[str, Te
     """Run torchvision's ResNet on normalized images, (N, 3, H, W); return the output of every stage."""
     x = model.maxpool(model.relu(model.bn1(model.conv1(images))))
     outputs = {"stem": x}
-    for stage, layer in zip(STAGES[1:], (model.layer1, model.layer2, model.layer3, model.layer4), strict=True):
+    for stage, layer in zip(
+        STAGES[1:], (model.layer1, model.layer2, model.layer3, model.layer4), strict=True
+    ):
         outputs[stage] = x = layer(x)
     return outputs
 
 
 def detectron2_backbone(weights: Conversion, cfg: CfgNode) -> nn.Module:
     """Build a config's backbone with the weights, in evaluation mode."""
-    cfg = changed_config(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0, "MODEL.RESNETS.OUT_FEATURES": list(STAGES)})
+    cfg = changed_config(
+        cfg, {"MODEL.BACKBONE.FREEZE_AT": 0, "MODEL.RESNETS.OUT_FEATURES": list(STAGES)}
+    )
     with torch.device("meta"):  # the values are loaded
         model = build_gw_resnet_backbone(cfg, ShapeSpec(channels=len(cfg.MODEL.PIXEL_MEAN)))
     model.load_state_dict(weights.tensors, assign=True)
@@ -138,13 +161,19 @@ def _classification_input(image: Image.Image, preprocessing: Preprocessing) -> T
     """Preprocess an image as the training on ImageNet did, (3, H, W) float64."""
     order = 1 if preprocessing.input_format == "RGB" else -1
     pixels = np.asarray(image.convert("RGB"), np.float64)[..., ::order]
-    return torch.from_numpy(((pixels - preprocessing.pixel_mean) / preprocessing.pixel_std).transpose(2, 0, 1).copy())
+    return torch.from_numpy(
+        ((pixels - preprocessing.pixel_mean) / preprocessing.pixel_std)
+        .transpose(2, 0, 1)
+        .copy()
+    )
 
 
 def _detection_input(image: Image.Image, cfg: CfgNode) -> Tensor:
     """Preprocess an image as a detector of the config does, (3, H, W) float64."""
     pixels = convert_PIL_to_numpy(image, cfg.INPUT.FORMAT).astype(np.float64)
-    return torch.from_numpy(((pixels - cfg.MODEL.PIXEL_MEAN) / cfg.MODEL.PIXEL_STD).transpose(2, 0, 1).copy())
+    return torch.from_numpy(
+        ((pixels - cfg.MODEL.PIXEL_MEAN) / cfg.MODEL.PIXEL_STD).transpose(2, 0, 1).copy()
+    )
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

@@ -53,8 +53,12 @@ def saved(module: nn.Module, x: torch.Tensor) -> int:
 
 def test_bytes_saved_for_backward_are_those_counted_by_hand():
     x = torch.randn(2, 64, 5, 7, requires_grad=True)
-    assert saved(nn.GroupNorm(32, 64), x) == 4 * (x.numel() + 2 * 2 * 32)  # input, mean, deviation
-    assert saved(nn.BatchNorm2d(64).eval(), x) == 4 * x.numel()  # its running statistics are saved too
+    assert saved(nn.GroupNorm(32, 64), x) == 4 * (
+        x.numel() + 2 * 2 * 32
+    )  # input, mean, deviation
+    assert (
+        saved(nn.BatchNorm2d(64).eval(), x) == 4 * x.numel()
+    )  # its running statistics are saved too
     with torch.no_grad():
         assert saved(nn.GroupNorm(32, 64), x) == 0
 
@@ -71,32 +75,54 @@ def test_figure1_is_the_papers_formula(groups, iters):
     input = torch.tensor(x, requires_grad=True)
     y = layer(input)
     y.backward(torch.tensor(grad_y))
-    np.testing.assert_allclose(y.detach(), group_whiten(x, setting, weight, bias), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        y.detach(), group_whiten(x, setting, weight, bias), rtol=0, atol=1e-12
+    )
     grads = group_whiten_backward(x, grad_y, setting, weight)
-    for found, expected in zip((input.grad, layer.weight.grad, layer.bias.grad), grads, strict=True):
+    for found, expected in zip(
+        (input.grad, layer.weight.grad, layer.bias.grad), grads, strict=True
+    ):
         np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=0, atol=1e-10)
 
 
 @pytest.fixture(scope="module")
 def rows():
     shapes, modes = ((2, 64, 5, 3), (1, 32, 4, 4)), (*MODES, "memory")
-    cases = [Case(shape, dtype, mode, CPU, 16, 5) for shape in shapes for dtype in ("fp32", "bf16") for mode in modes]
+    cases = [
+        Case(shape, dtype, mode, CPU, 16, 5)
+        for shape in shapes
+        for dtype in ("fp32", "bf16")
+        for mode in modes
+    ]
     return list(measure_layers(cases, USUAL, repeats=2))
 
 
 def test_rows_and_ratios_of_layers(rows):
     found = {(row["shape"], row["dtype"], row["mode"], row["provider"]): row for row in rows}
-    expected = set(itertools.product(["2x64x5x3", "1x32x4x4"], ["fp32", "bf16"], (*MODES, "memory"), USUAL))
-    assert found.keys() == {key for key in expected if key[2:] != ("memory", "floor")}  # which saves nothing
+    expected = set(
+        itertools.product(["2x64x5x3", "1x32x4x4"], ["fp32", "bf16"], (*MODES, "memory"), USUAL)
+    )
+    assert found.keys() == {
+        key for key in expected if key[2:] != ("memory", "floor")
+    }  # which saves nothing
     for key, row in found.items():
         if key[2] == "memory":
             base = found[(*key[:3], "group_norm")]
-            assert row["saved_to_group_norm"] == pytest.approx(row["saved_mib"] / base["saved_mib"])
+            assert row["saved_to_group_norm"] == pytest.approx(
+                row["saved_mib"] / base["saved_mib"]
+            )
         else:
-            assert 0 < row["q20_ms"] <= row["median_ms"] <= row["q80_ms"] and row["repeats"] == 2
+            assert (
+                0 < row["q20_ms"] <= row["median_ms"] <= row["q80_ms"] and row["repeats"] == 2
+            )
             for base in ("figure1", "group_norm", "batch_norm", "floor", "relu_apart"):
-                assert row[f"to_{base}"] == pytest.approx(row["median_ms"] / found[(*key[:3], base)]["median_ms"])
-    a, b = (found[shape, "fp32", "forward", "ours"]["to_floor"] for shape in ("2x64x5x3", "1x32x4x4"))
+                assert row[f"to_{base}"] == pytest.approx(
+                    row["median_ms"] / found[(*key[:3], base)]["median_ms"]
+                )
+    a, b = (
+        found[shape, "fp32", "forward", "ours"]["to_floor"]
+        for shape in ("2x64x5x3", "1x32x4x4")
+    )
     (mean,) = [
         row
         for row in geometric_means(rows, ["to_floor"])
@@ -122,32 +148,50 @@ def test_a_table_is_read_as_written_and_shown(rows, tmp_path):
 
 
 def test_each_model_is_divided_by_its_first_variant(monkeypatch):
-    classifiers = {"BN": Variant("BN"), "GN": Variant("GN"), "GW-S1-B2": Variant("BN", "GW", "S1-B2")}
+    classifiers = {
+        "BN": Variant("BN"),
+        "GN": Variant("GN"),
+        "GW-S1-B2": Variant("BN", "GW", "S1-B2"),
+    }
     detectors = {norm: Variant(config=DEMO.format(norm)) for norm in ("BN", "BN_GW")}
     models = {"R-18": classifiers, "R-18-inference": classifiers, "small_detector": detectors}
     monkeypatch.setattr(network_benchmark, "MODELS", models)
     monkeypatch.setattr(timing, "WARM_UP", 0)
     measured = measure_networks(list(models), ["BN_GW", "GW-S1-B2"], "fp32", SIZES, 1, CPU)
     found = {(row["model"], row["variant"]): row for row in measured}
-    assert list(found) == [(model, variant) for model in models for variant in models[model] if variant != "GN"]
+    assert list(found) == [
+        (model, variant) for model in models for variant in models[model] if variant != "GN"
+    ]
     for (model, _), row in found.items():
         base = found[model, "BN"]
         assert row["to_bn"] == pytest.approx(row["median_ms"] / base["median_ms"])
-        assert (row["batch"], row["image"]) == ("2", "64x85" if model == "small_detector" else "32x32")
+        assert (row["batch"], row["image"]) == (
+            "2",
+            "64x85" if model == "small_detector" else "32x32",
+        )
         assert ("saved_mib" in row) != (model == "R-18-inference")
-        assert row.get("saved_to_bn") == (row["saved_mib"] / base["saved_mib"] if "saved_mib" in row else None)
+        assert row.get("saved_to_bn") == (
+            row["saved_mib"] / base["saved_mib"] if "saved_mib" in row else None
+        )
 
 
 def test_all_iterations_of_a_detector_are_equal():
     built = detector(Variant(config=DEMO.format("BN_GW")), SIZES, PRECISIONS["fp32"], CPU)
     regions = []
-    built.model.roi_heads.mask_head.register_forward_pre_hook(lambda module, args: regions.append(len(args[0])))
+    built.model.roi_heads.mask_head.register_forward_pre_hook(
+        lambda module, args: regions.append(len(args[0]))
+    )
     before = {name: value.clone() for name, value in built.model.named_parameters()}
     losses = [built.forward().item() for _ in range(2)]
     built.step.run()
     assert losses[0] == losses[1]
-    assert all(torch.equal(value, before[name]) for name, value in built.model.named_parameters())
-    assert any(value.grad is not None and value.grad.abs().sum() > 0 for value in built.model.parameters())
+    assert all(
+        torch.equal(value, before[name]) for name, value in built.model.named_parameters()
+    )
+    assert any(
+        value.grad is not None and value.grad.abs().sum() > 0
+        for value in built.model.parameters()
+    )
     # the most regions that the mask head can have: a quarter of 64 for each of the two images
     assert regions == [2 * 16] * 3
 
@@ -157,7 +201,17 @@ def run(*words):
 
 
 def test_rows_are_written_as_they_come(tmp_path, monkeypatch, capsys):
-    words = ["layer", "--device", "cpu", "--shapes", "1x64x5x3", "--repeats", 1, "--output", tmp_path / "t"]
+    words = [
+        "layer",
+        "--device",
+        "cpu",
+        "--shapes",
+        "1x64x5x3",
+        "--repeats",
+        1,
+        "--output",
+        tmp_path / "t",
+    ]
     run(*words, "--providers", "ours", "group_norm", "--modes", "forward", "memory")
     table = read_csv(tmp_path / "t.csv")
     assert [(row["mode"], row["provider"]) for row in table.rows] == [

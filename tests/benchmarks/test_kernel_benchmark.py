@@ -6,7 +6,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import command as benchmark
 from benchmarks import kernel_benchmark
-from benchmarks.compiled_kernels import CompiledKernel, compiler_tool, kernel_name, layer_launches
+from benchmarks.compiled_kernels import (
+    CompiledKernel,
+    compiler_tool,
+    kernel_name,
+    layer_launches,
+)
 from benchmarks.kernel_benchmark import measure_kernels, moved_bytes
 from benchmarks.table import read_csv
 from gw_detectron.errors import MissingPackageError
@@ -37,10 +42,17 @@ def compiled(monkeypatch):
 def test_bytes_of_a_layer_are_those_of_group_normalization_and_small_matrices(relu):
     x = torch.empty((16, 64, 200, 336), device=META)
     launches = layer_launches(x, 64, relu=relu)
-    passes = {"moments": 1, "apply": 2, "products": 4 if relu else 2, "apply_backward": 3}  # others: small matrices
+    passes = {
+        "moments": 1,
+        "apply": 2,
+        "products": 4 if relu else 2,
+        "apply_backward": 3,
+    }  # others: small matrices
     names = [kernel_name(launch) for launch in launches]
     assert passes.keys() < set(names)
-    assert launches[-1].arguments["IN_PLACE"] is relu  # the masked gradient is in the memory of dx
+    assert (
+        launches[-1].arguments["IN_PLACE"] is relu
+    )  # the masked gradient is in the memory of dx
     for name, made in zip(names, launches, strict=True):
         small = moved_bytes(made) - passes.get(name, 0) * 4 * x.numel()
         assert 0 <= small < 10 * MIB, name
@@ -69,11 +81,21 @@ def test_a_layer_takes_few_other_operations():
         found = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            allocates = "empty" in func.__name__ or "ones" in func.__name__ or "unsafe_view" in func.__name__
+            allocates = (
+                "empty" in func.__name__
+                or "ones" in func.__name__
+                or "unsafe_view" in func.__name__
+            )
             self.found += not (func.is_view or allocates)
             return func(*args, **(kwargs or {}))
 
-    sizes = (64, 64, 16, 12), (256, 64, 16, 15), (2048, 64, 16, 15), (256, 1, 16, 15), (256, 64, 512, 17)
+    sizes = (
+        (64, 64, 16, 12),
+        (256, 64, 16, 15),
+        (2048, 64, 16, 15),
+        (256, 1, 16, 15),
+        (256, 64, 512, 17),
+    )
     for channels, groups, samples, most in sizes:
         with Count() as count:
             layer_launches(torch.empty((samples, channels, 50, 84), device=META), groups)
@@ -84,7 +106,12 @@ def test_a_layer_takes_few_other_operations():
 def test_compiling_alone_tells_registers_spills_and_settings(compiled):
     rows = list(measure_kernels([SHAPE], ["fp32"], 64, 5, 20, META, 90, tune=True))
     first = rows[0]
-    assert (first["kernel"], first["setting"], first["registers"], first["stack"]) == ("1 moments", "", 99, 0)
+    assert (first["kernel"], first["setting"], first["registers"], first["stack"]) == (
+        "1 moments",
+        "",
+        99,
+        0,
+    )
     assert first["shared_kib"] == 4 and "median_ms" not in first
     by_setting = {row["setting"]: row for row in rows if row["kernel"] == "1 moments"}
     assert {"min_tiles=8", "warps=2", "warps=8", "stages=1"} <= by_setting.keys()
@@ -100,8 +127,20 @@ def test_the_command_compiles_for_a_gpu_that_is_not_there(tmp_path, capsys):
         compiler_tool("ptxas"), compiler_tool("cuobjdump")
     except MissingPackageError as error:
         pytest.skip(str(error))
-    flags = ["--compile-only", "90", "--shapes", "2x64x16x16", "--dtypes", "fp32", "--output", str(tmp_path / "k")]
+    flags = [
+        "--compile-only",
+        "90",
+        "--shapes",
+        "2x64x16x16",
+        "--dtypes",
+        "fp32",
+        "--output",
+        str(tmp_path / "k"),
+    ]
     benchmark.main(benchmark.get_parser().parse_args(["kernels", *flags]))
     rows = read_csv(tmp_path / "k.csv").rows
     assert rows and all(row["registers"] > 16 and row["stack"] >= 0 for row in rows)
-    assert rows[-1]["kernel"].endswith("apply_backward") and "apply_backward" in capsys.readouterr().out
+    assert (
+        rows[-1]["kernel"].endswith("apply_backward")
+        and "apply_backward" in capsys.readouterr().out
+    )

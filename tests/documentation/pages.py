@@ -8,7 +8,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 #: every page that describes the code as it is now, so not the changelog
 PLACES = ("*.md", "docs/*.md", "benchmarks/*.md", "experiments/**/*.md")
-PAGES = sorted({str(path.relative_to(ROOT)) for place in PLACES for path in ROOT.glob(place)} - {"CHANGELOG.md"})
+PAGES = sorted(
+    {str(path.relative_to(ROOT)) for place in PLACES for path in ROOT.glob(place)}
+    - {"CHANGELOG.md"}
+)
 PROGRAMS = ("python", "torchrun", "gw-detectron", "make", "pip", "pytest", "bash")
 
 

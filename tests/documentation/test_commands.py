@@ -14,11 +14,11 @@ import pytest
 import yaml
 from detectron2.config import get_cfg
 
-import gw_detectron.commands
-from gw_detectron.cli import MixedParser
-from gw_detectron.commands import COMMANDS
+import gw_detectron.workbench.commands
 from gw_detectron.config import default_config, flat_items, read_config
 from gw_detectron.norms import norm_options
+from gw_detectron.workbench.commands import COMMANDS
+from gw_detectron.workbench.console import MixedParser
 
 from .pages import PAGES, ROOT, commands, inline_commands, read
 
@@ -50,7 +50,7 @@ def parse(monkeypatch):
         monkeypatch.setattr(sys, "argv", [program, *words])
         with pytest.raises(Parsed) as parsed:
             if program == "gw-detectron":
-                gw_detectron.commands.main()
+                gw_detectron.workbench.commands.main()
             elif program.startswith("experiments"):
                 monkeypatch.delitem(sys.modules, program, raising=False)
                 runpy.run_module(program, run_name="__main__")
@@ -75,7 +75,9 @@ def check_config(args, tmp_path):
 def check_make(*words):
     makefile = read("Makefile")
     for name, is_variable, _ in (word.partition("=") for word in words):
-        assert re.search(rf"\$\({name}\)" if is_variable else rf"^{name}:", makefile, re.MULTILINE), name
+        assert re.search(
+            rf"\$\({name}\)" if is_variable else rf"^{name}:", makefile, re.MULTILINE
+        ), name
 
 
 def check_pip(*words):
@@ -85,7 +87,9 @@ def check_pip(*words):
             assert set(found[1].split(",")) <= set(extras), word
 
 
-@pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:60]}" for page, words in ALL])
+@pytest.mark.parametrize(
+    ("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:60]}" for page, words in ALL]
+)
 def test_a_command_is_valid(page, words, parse, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):  # variables of the environment
@@ -116,16 +120,24 @@ def test_a_command_is_valid(page, words, parse, tmp_path, monkeypatch):
 
 def rows(page, heading):
     """Return the cells of every row of the tables below a heading, without those of the head."""
-    (section,) = re.findall(rf"^#+ {heading}\n(.*?)(?=^#|\Z)", read(page), flags=re.DOTALL | re.MULTILINE)
+    (section,) = re.findall(
+        rf"^#+ {heading}\n(.*?)(?=^#|\Z)", read(page), flags=re.DOTALL | re.MULTILINE
+    )
     tables = re.findall(r"^\|.*\n\|[- |]+\n((?:\|.*\n)+)", section, flags=re.MULTILINE)
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for table in tables for line in table.splitlines()]
+    return [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for table in tables
+        for line in table.splitlines()
+    ]
 
 
 def test_every_config_key_has_its_default_and_meaning():
     theirs = dict(flat_items(get_cfg()))
     ours = {key: value for key, value in flat_items(default_config()) if key not in theirs}
     listed = rows("docs/reference.md", "Config keys")
-    assert {key.strip("`"): yaml.safe_load(default.strip("`")) for key, default, _ in listed} == ours
+    assert {
+        key.strip("`"): yaml.safe_load(default.strip("`")) for key, default, _ in listed
+    } == ours
     assert len(listed) == len(ours) and all(meaning for _, _, meaning in listed)
 
 
@@ -142,4 +154,6 @@ def test_every_norm_name_is_listed_with_its_options():
 
 
 def test_every_command_is_listed():
-    assert {first.strip("`") for first, *_ in rows("docs/reference.md", "Commands")} == COMMANDS.keys()
+    assert {
+        first.strip("`") for first, *_ in rows("docs/reference.md", "Commands")
+    } == COMMANDS.keys()

@@ -12,28 +12,30 @@ import torch
 from detectron2.modeling import build_model
 from PIL import ExifTags, Image, ImageOps
 
-from gw_detectron.checkpoint import open_start_weights
 from gw_detectron.config import read_config
-from gw_detectron.data.images import read_image
-from gw_detectron.engine import main
-from gw_detectron.export import export_detector
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling import GWFPN
 from gw_detectron.norms import resolve_norm
 from gw_detectron.ops.solvers.solver import SOLVERS
-from gw_detectron.prediction import find_sources, open_predictor, write_predictions
-from gw_detectron.preflight import preflight
+from gw_detectron.weights import open_start_weights
+from gw_detectron.workbench.export import export_detector
+from gw_detectron.workbench.images.reading import read_image
+from gw_detectron.workbench.predict import find_sources, open_predictor, write_predictions
+from gw_detectron.workbench.run import main
+from gw_detectron.workbench.run.config_checks import preflight
 
-from ..export.tiny_networks import build_detector, needs_export
 from ..photos import photo_names, write_photos
 from ..tiny_run import arguments
+from ..workbench.export.tiny_networks import build_detector, needs_export
 from .pages import PAGES, ROOT, blocks, read
 
 #: what blocks have in them that need a trained detector in the current folder: see the slow tests
 RUN, EXPORT = ("output/", "predictions/"), ("exported",)
 #: not run: a slide; parts of files; a download, which weights/test_catalog.py does with other weights
 NOT_RUN = ("slides/", "RMSNorm2d, _EPS", "denman_beavers", 'resume_or_load("gw://')
-ALL = [(page, place, block) for page in PAGES for place, block in enumerate(blocks(page, "python"))]
+ALL = [
+    (page, place, block) for page in PAGES for place, block in enumerate(blocks(page, "python"))
+]
 
 
 def has(block, parts):
@@ -47,7 +49,11 @@ def run_block(block):
 
 @pytest.mark.parametrize(
     "block",
-    [pytest.param(block, id=f"{page}-{place}") for page, place, block in ALL if not has(block, RUN + EXPORT + NOT_RUN)],
+    [
+        pytest.param(block, id=f"{page}-{place}")
+        for page, place, block in ALL
+        if not has(block, RUN + EXPORT + NOT_RUN)
+    ],
 )
 def test_python_runs(block, tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
@@ -55,12 +61,16 @@ def test_python_runs(block, tmp_path, monkeypatch, one_thread):
 
 
 @pytest.mark.parametrize("turned", [6, 3, 5])
-@pytest.mark.parametrize("page", ["docs/export.md", "docs/quickstart.ipynb", "examples/onnx_detect.py"])
+@pytest.mark.parametrize(
+    "page", ["docs/export.md", "docs/quickstart.ipynb", "examples/onnx_detect.py"]
+)
 def test_photos_are_read_upright_as_in_evaluation(page, turned, tmp_path):
     exif, photo = Image.Exif(), tmp_path / "photo.jpg"
     exif[ExifTags.Base.Orientation] = turned
     Image.fromarray(np.arange(3600, dtype=np.uint8).reshape(30, 40, 3)).save(photo, exif=exif)
-    cells = json.loads(read(page))["cells"] if page.endswith("ipynb") else [{"source": read(page)}]
+    cells = (
+        json.loads(read(page))["cells"] if page.endswith("ipynb") else [{"source": read(page)}]
+    )
     text = "\n".join("".join(cell["source"]) for cell in cells)
     lines = re.findall(r"^(?:\w+ = .*Image\.open|pixels = ).*$", text, flags=re.MULTILINE)
     names = {"np": np, "Image": Image, "ImageOps": ImageOps, "photo": photo}
@@ -81,36 +91,61 @@ def test_the_solver_of_contributing_is_one_function_and_one_line(monkeypatch):
     exec(function, names)
     monkeypatch.setitem(SOLVERS, "denman_beavers", eval(f"{{{line}}}", names)["denman_beavers"])
     x = torch.randn(2, 16, 9, 9, dtype=torch.float64)
-    found, expected = (resolve_norm(f"GW:groups=4,solver={name}")(16).double()(x) for name in ("denman_beavers", "zca"))
+    found, expected = (
+        resolve_norm(f"GW:groups=4,solver={name}")(16).double()(x)
+        for name in ("denman_beavers", "zca")
+    )
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_python_that_needs_a_trained_detector_runs(small_dataset, tmp_path, monkeypatch, one_thread):
+def test_python_that_needs_a_trained_detector_runs(
+    small_dataset, tmp_path, monkeypatch, one_thread
+):
     monkeypatch.chdir(tmp_path)
     main(arguments(Path("output/demo_BN"), MODEL__RESNETS__WHITEN_POSITIONS=""))
     for folder in ("output/demo", "output/mydata"):
         os.symlink("demo_BN", folder)
     write_photos(tmp_path, photo_names(1))
     os.rename(Path("photos", photo_names(1)[0]), "photos/IMG_0001.jpg")
-    write_predictions(open_predictor("output/mydata", score_threshold=0), find_sources(["photos"]), "predictions")
+    write_predictions(
+        open_predictor("output/mydata", score_threshold=0),
+        find_sources(["photos"]),
+        "predictions",
+    )
     for _, _, block in ALL:
         if has(block, RUN) and not has(block, NOT_RUN):
             run_block(block)
-    assert Path("output/converted.pth").is_file() and Path("output/demo/report/report.html").is_file()
+    assert (
+        Path("output/converted.pth").is_file()
+        and Path("output/demo/report/report.html").is_file()
+    )
 
 
 @needs_export
 @pytest.mark.slow
 def test_python_that_needs_an_exported_detector_runs(tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
-    export_detector(build_detector("mask"), "exported_pt2", sides=(128, 256), one_image=True, paste_masks=True)
+    export_detector(
+        build_detector("mask"),
+        "exported_pt2",
+        sides=(128, 256),
+        one_image=True,
+        paste_masks=True,
+    )
     write_photos(tmp_path, photo_names(1))
     os.rename(tmp_path / "photos" / photo_names(1)[0], "photo.jpg")
     export_detector(
-        build_detector("mask"), "exported", file_format="onnx", sides=(128, 256), one_image=True, paste_masks=True
+        build_detector("mask"),
+        "exported",
+        file_format="onnx",
+        sides=(128, 256),
+        one_image=True,
+        paste_masks=True,
     )
-    export_detector(build_detector("mask"), "exported_batch", file_format="onnx", sides=(128, 256))
+    export_detector(
+        build_detector("mask"), "exported_batch", file_format="onnx", sides=(128, 256)
+    )
     for _, _, block in ALL:
         if has(block, EXPORT):
             run_block(block)
@@ -124,8 +159,12 @@ def test_yaml_builds_the_model_that_it_describes(page, tmp_path):
     cfg = read_config(str(tmp_path / "my.yaml"), ["MODEL.DEVICE", "meta"])
     with torch.device("meta"):
         backbone = build_model(cfg).backbone
-    assert isinstance(backbone, GWFPN) and isinstance(backbone.bottom_up.stem.conv1.norm, GroupWhitening2d)
+    assert isinstance(backbone, GWFPN) and isinstance(
+        backbone.bottom_up.stem.conv1.norm, GroupWhitening2d
+    )
     assert backbone.fpn_output2.norm.num_groups == 32
     cfg.MODEL.DEVICE = "cpu"
     errors = preflight(cfg, open_start_weights(cfg.MODEL.WEIGHTS)).errors
-    assert errors and all(error.startswith("Dataset 'coco_2017_") for error in errors)  # COCO is not here
+    assert errors and all(
+        error.startswith("Dataset 'coco_2017_") for error in errors
+    )  # COCO is not here

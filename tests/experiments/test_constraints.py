@@ -22,7 +22,9 @@ def independent_equations(*blocks: tuple[int, int]) -> int:
     generator = torch.Generator().manual_seed(0)
 
     def equations(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x.sum(1), (x @ x.T - x.shape[1] * torch.eye(len(x), dtype=x.dtype)).flatten()])
+        return torch.cat(
+            [x.sum(1), (x @ x.T - x.shape[1] * torch.eye(len(x), dtype=x.dtype)).flatten()]
+        )
 
     rank = 0
     for rows, columns in blocks:
@@ -41,8 +43,12 @@ def test_the_number_of_constraints_is_the_rank_of_their_jacobian():
     assert batch_constraints(d, m, d).number == independent_equations((d, m))
     assert batch_constraints(d, m, 2).number == independent_equations((2, m), (2, m), (1, m))
     d, m = 24, 2
-    assert group_constraints(d, m, g, whiten=False).number == independent_equations(*[(1, 6)] * g * m)
-    assert group_constraints(d, m, g, whiten=True).number == independent_equations(*[(g, 6)] * m)
+    assert group_constraints(d, m, g, whiten=False).number == independent_equations(
+        *[(1, 6)] * g * m
+    )
+    assert group_constraints(d, m, g, whiten=True).number == independent_equations(
+        *[(g, 6)] * m
+    )
 
 
 def test_shapes_are_those_of_a_real_batch():
@@ -53,19 +59,43 @@ def test_shapes_are_those_of_a_real_batch():
         model.get_submodule(row.layer).register_forward_pre_hook(record)
     model.backbone(torch.zeros(2, 3, 64, 96))
     rows = norm_shapes(cfg, 50, 90, 2)  # rounded up to multiples of 32
-    assert len(seen) > 20 and {row.layer: row.shape for row in rows if row.layer in seen} == seen
+    assert (
+        len(seen) > 20 and {row.layer: row.shape for row in rows if row.layer in seen} == seen
+    )
     assert all(row.shape for row in rows)  # every head is reached
 
 
 def test_the_command_writes_table_figure_and_findings(tmp_path, capsys):
-    words = ["constraints", "--output", str(tmp_path), "--batch-size", "64", "--examples", "640"]
-    main(get_parser().parse_args([*words, "--config-file", str(CONFIG), "--height", "64", "--width", "64"]))
+    words = [
+        "constraints",
+        "--output",
+        str(tmp_path),
+        "--batch-size",
+        "64",
+        "--examples",
+        "640",
+    ]
+    main(
+        get_parser().parse_args(
+            [*words, "--config-file", str(CONFIG), "--height", "64", "--width", "64"]
+        )
+    )
     assert "NO   every layer of the model is feasible" in capsys.readouterr().out
     assert (tmp_path / "constraints.png").stat().st_size > 1000
     assert json.loads((tmp_path / "constraints.json").read_text())["settings"]["height"] == 64
     with open(tmp_path / "constraints.csv", newline="") as file:
-        rows = {row["norm"] if "=" in row["layer"] else row["layer"]: row for row in csv.DictReader(file)}
+        rows = {
+            row["norm"] if "=" in row["layer"] else row["layer"]: row
+            for row in csv.DictReader(file)
+        }
     # d = 256, m = 64, g = 16: 2d, d(d+3)/2, 2gm, mg(g+3)/2
-    assert [int(rows[name]["constraints"]) for name in ("BN", "BW", "GN", "GW")] == [512, 33152, 2048, 9728]
+    assert [int(rows[name]["constraints"]) for name in ("BN", "BW", "GN", "GW")] == [
+        512,
+        33152,
+        2048,
+        9728,
+    ]
     assert int(rows["GW"]["over_examples"]) == 97280
-    assert rows["backbone.bottom_up.res5.0.conv2.norm"]["remark"].startswith("infeasible: whitening 64 rows over 32")
+    assert rows["backbone.bottom_up.res5.0.conv2.norm"]["remark"].startswith(
+        "infeasible: whitening 64 rows over 32"
+    )

@@ -34,4 +34,6 @@ def test_condition_number_by_definition():
 
 def test_the_overview_of_the_readme_is_drawn_from_the_study():
     figure = draw(ROOT / "experiments" / "small_batch" / "results.jsonl")
-    assert len(figure.findobj(Rectangle)) > 12 and len(figure.axes) == 5  # bars; three maps, their scale, the bars
+    assert (
+        len(figure.findobj(Rectangle)) > 12 and len(figure.axes) == 5
+    )  # bars; three maps, their scale, the bars

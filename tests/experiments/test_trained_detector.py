@@ -9,15 +9,18 @@ from experiments.padding import analyze_padding
 from experiments.tiling import analyze_tiling
 from experiments.trained_detector import Example, box_ap
 from gw_detectron.config import read_config
-from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic
 from gw_detectron.modeling import build_checked_model
+from gw_detectron.workbench.dataset import SyntheticConfig, make_synthetic, register_synthetic
 
 from ..tiny_run import CONFIG, OPTS
 
 
 @pytest.fixture(scope="module")
 def wide_and_tall_images(tmp_path_factory):
-    root, data = tmp_path_factory.mktemp("datasets"), SyntheticConfig(num_train=1, num_val=4, min_side=64, max_side=128)
+    root, data = (
+        tmp_path_factory.mktemp("datasets"),
+        SyntheticConfig(num_train=1, num_val=4, min_side=64, max_side=128),
+    )
     make_synthetic(root, data)
     register_synthetic(root, data)
     yield
@@ -28,7 +31,12 @@ def wide_and_tall_images(tmp_path_factory):
 def detector(request, wide_and_tall_images, tmp_path_factory):
     """Config file and random weights of a detector with this norm."""
     norm, folder = request.param, tmp_path_factory.mktemp("detector")
-    keys = {**OPTS, "MODEL.RESNETS.NORM": norm, "MODEL.RESNETS.WHITEN_NORM": norm, "MODEL.FPN.NORM": norm}
+    keys = {
+        **OPTS,
+        "MODEL.RESNETS.NORM": norm,
+        "MODEL.RESNETS.WHITEN_NORM": norm,
+        "MODEL.FPN.NORM": norm,
+    }
     cfg = read_config(str(CONFIG), [str(word) for pair in keys.items() for word in pair])
     torch.manual_seed(0)
     torch.save({"model": build_checked_model(cfg, "cpu").state_dict()}, folder / "model.pth")
@@ -56,8 +64,12 @@ def test_box_ap_of_right_missing_and_wrong_detections():
     assert box_ap([example], [right[:1]]) == pytest.approx(50)  # the mean of the classes
     swapped = found(boxes.tolist(), [0.9, 0.8], [1, 0])
     assert box_ap([example], [swapped]) == 0
-    moved = boxes + np.array([[0, 0, 0, 9.0], [0, 0, 0, 0]])  # IoU 27 / 36 = 0.75: six of ten thresholds
-    assert box_ap([example], [found(moved.tolist(), [0.9, 0.8], [0, 1])]) == pytest.approx((60 + 100) / 2, abs=0.1)
+    moved = boxes + np.array(
+        [[0, 0, 0, 9.0], [0, 0, 0, 0]]
+    )  # IoU 27 / 36 = 0.75: six of ten thresholds
+    assert box_ap([example], [found(moved.tolist(), [0.9, 0.8], [0, 1])]) == pytest.approx(
+        (60 + 100) / 2, abs=0.1
+    )
 
 
 def test_padding_changes_the_features_of_batches(detector):

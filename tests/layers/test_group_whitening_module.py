@@ -23,15 +23,20 @@ def features(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((64,), torch.float32), ((2, 5, 3, 64), torch.float32), ((2, 64, 5, 3), torch.complex64)]
+    ("shape", "dtype"),
+    [((64,), torch.float32), ((2, 5, 3, 64), torch.float32), ((2, 64, 5, 3), torch.complex64)],
 )
 def test_wrong_inputs_are_refused_by_value(shape, dtype):
-    with pytest.raises(ValueError, match=re.escape(str(shape if dtype == torch.float32 else dtype))):
+    with pytest.raises(
+        ValueError, match=re.escape(str(shape if dtype == torch.float32 else dtype))
+    ):
         GroupWhitening2d(64)(torch.zeros(shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(
+    "memory_format", [torch.contiguous_format, torch.channels_last], ids=str
+)
 @pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 24, 1, 1), (0, 24, 5, 7)], ids=str)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_its_relu_is_the_same_as_one_behind_it(solver, shape, memory_format, dtype):
@@ -44,7 +49,9 @@ def test_its_relu_is_the_same_as_one_behind_it(solver, shape, memory_format, dty
             layer.bias.copy_(torch.linspace(-1, 1, 24))
         leaf = x.clone(memory_format=memory_format).requires_grad_()
         y = layer(leaf, relu=True) if relu else F.relu_(layer(leaf))
-        results.append((y.detach(), *torch.autograd.grad(y, (leaf, layer.weight, layer.bias), dy)))
+        results.append(
+            (y.detach(), *torch.autograd.grad(y, (leaf, layer.weight, layer.bias), dy))
+        )
     fused, apart = results
     assert torch.equal(fused[0], apart[0])
     for one, other in zip(fused, apart, strict=True):
@@ -73,7 +80,9 @@ def test_affine_with_broadcast_dimensions_is_loaded(shape):
     assert state["1.weight"].shape == shape, "the caller's checkpoint stays as it was"
 
 
-@pytest.mark.parametrize("shape", [(63,), (1, 128, 1, 1), (64, 1, 1, 1), (8, 8), (1,), ()], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(63,), (1, 128, 1, 1), (64, 1, 1, 1), (8, 8), (1,), ()], ids=str
+)
 def test_affine_of_another_shape_is_refused(shape):
     layer = GroupWhitening2d(64)
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
@@ -93,15 +102,23 @@ def test_compiled_module_of_another_solver_trains():
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
+@pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo"
+)
 def test_distributed_training_goes_on_after_an_empty_batch(tmp_path):
     """DDP stops at the second step if a parameter got no gradient in the first: a process without any RoI."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
-        model = DistributedDataParallel(nn.Sequential(nn.Conv2d(8, 32, 1), GroupWhitening2d(32)))
+        model = DistributedDataParallel(
+            nn.Sequential(nn.Conv2d(8, 32, 1), GroupWhitening2d(32))
+        )
         for batch in (0, 2, 0):
             model.zero_grad()
             model(torch.randn(batch, 8, 7, 7)).sum().backward()
-            assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+            assert all(
+                p.grad is not None and p.grad.isfinite().all() for p in model.parameters()
+            )
     finally:
         dist.destroy_process_group()

@@ -75,10 +75,19 @@ def test_half_precision_under_autocast():
 
 
 def test_other_norms_are_left_alone_and_errors_restore_the_layers():
-    others = nn.BatchNorm2d(4), BatchRenorm2d(4), nn.InstanceNorm2d(4, track_running_stats=True), nn.Conv2d(3, 3, 3)
-    assert ImageStatistics((*others, timm.layers.GroupNormAct(4, 2))).layers == []  # has an activation
+    others = (
+        nn.BatchNorm2d(4),
+        BatchRenorm2d(4),
+        nn.InstanceNorm2d(4, track_running_stats=True),
+        nn.Conv2d(3, 3, 3),
+    )
+    assert (
+        ImageStatistics((*others, timm.layers.GroupNormAct(4, 2))).layers == []
+    )  # has an activation
     assert len(ImageStatistics([type("Renamed", (nn.GroupNorm,), {})(2, 4)]).layers) == 1
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), GroupWhitening2d(8, 4), nn.BatchNorm2d(8), nn.GroupNorm(2, 8)).eval()
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), GroupWhitening2d(8, 4), nn.BatchNorm2d(8), nn.GroupNorm(2, 8)
+    ).eval()
     x = torch.randn(2, 3, 9, 9)
     before = model(x)
     with pytest.raises(RuntimeError, match="stop"), ImageStatistics(model.modules()).gather():

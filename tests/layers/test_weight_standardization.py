@@ -22,9 +22,15 @@ def oracle(weight: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.stack(scaled)).reshape(weight.shape)
 
 
-def conv(cls: type[nn.Conv2d] = nn.Conv2d, norm: nn.Module | None = None, **options) -> nn.Module:
+def conv(
+    cls: type[nn.Conv2d] = nn.Conv2d, norm: nn.Module | None = None, **options
+) -> nn.Module:
     torch.manual_seed(0)
-    arguments = {} if cls is nn.Conv2d else {"norm": norm or nn.GroupNorm(2, 8), "activation": nn.ReLU()}
+    arguments = (
+        {}
+        if cls is nn.Conv2d
+        else {"norm": norm or nn.GroupNorm(2, 8), "activation": nn.ReLU()}
+    )
     return cls(4, 8, 3, **arguments, **options)
 
 
@@ -34,8 +40,14 @@ def images() -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(3, 4, 3, 3), (5, 7, 1, 1), (2, 1, 3, 3), (4, 6, 3)])
 def test_formula(shape):
-    weight = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-3 + 1
-    torch.testing.assert_close(standardize_weight(weight), oracle(weight), rtol=1e-10, atol=1e-10)
+    weight = (
+        torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        * 1e-3
+        + 1
+    )
+    torch.testing.assert_close(
+        standardize_weight(weight), oracle(weight), rtol=1e-10, atol=1e-10
+    )
 
 
 def test_a_constant_filter_is_zero_and_its_gradient_finite():
@@ -47,7 +59,9 @@ def test_a_constant_filter_is_zero_and_its_gradient_finite():
 
 
 @pytest.mark.parametrize("cls", [nn.Conv2d, Conv2d, ConvNormReLU])
-@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"groups": 2, "bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"stride": 2, "padding": 1}, {"groups": 2, "bias": False}], ids=str
+)
 def test_a_convolution_keeps_all_but_its_weight(cls, options):
     layer = conv(cls, **options)
     state = copy.deepcopy(layer.state_dict())
@@ -67,7 +81,9 @@ def test_group_whitening_still_fuses_the_relu():
     expected = F.relu(layer.norm(F.conv2d(images(), oracle(layer.weight).float(), layer.bias)))
     standardize_weights(layer)
     calls = []
-    layer.norm.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    layer.norm.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True
+    )
     torch.testing.assert_close(layer(images()), expected)
     assert calls == [{"relu": True}]
 
@@ -120,6 +136,8 @@ def test_copies_and_programs_compute_the_same(way):
     standardize_weights(model)
     with torch.no_grad():
         expected = model(images())
-        assert not torch.allclose(expected, F.relu(F.conv2d(images(), model.state_dict()["0.weight"])))
+        assert not torch.allclose(
+            expected, F.relu(F.conv2d(images(), model.state_dict()["0.weight"]))
+        )
         torch.testing.assert_close(COPIES[way](model, images())(images()), expected)
     assert "WeightStandardized" in type(model[0]).__name__

@@ -34,7 +34,11 @@ def test_freeze_at_makes_frozen_twins(cfg, spec, everywhere):
             assert frozen != any(parameter.requires_grad for parameter in module.parameters())
     assert isinstance(backbone.stem.conv1.norm, FrozenBatchWhitening2d)
     assert isinstance(backbone.res2[0].conv2.norm, FrozenBatchWhitening2d)
-    before = {name: value.clone() for name, value in backbone.state_dict().items() if name.startswith(("stem", "res2"))}
+    before = {
+        name: value.clone()
+        for name, value in backbone.state_dict().items()
+        if name.startswith(("stem", "res2"))
+    }
     backbone(torch.randn(2, 3, 64, 64))["res5"].sum().backward()
     after = backbone.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())

@@ -24,6 +24,8 @@ def test_one_sentence_with_the_reason(key, value, words):
     with pytest.raises(ConfigError) as raised:
         build_checked_model(cfg, "meta")
     message = str(raised.value)
-    assert message.startswith("MODEL: the model cannot be built: ") and "Fix: " in message, message
+    assert message.startswith("MODEL: the model cannot be built: ") and "Fix: " in message, (
+        message
+    )
     assert all(word in message for word in words) and "\n" not in message, message
     assert cfg.MODEL.DEVICE == "cuda" and raised.value.__cause__ is not None

@@ -12,14 +12,14 @@ from detectron2.modeling import build_model
 from detectron2.modeling.backbone.resnet import DeformBottleneckBlock
 from torch import nn
 
-from gw_detectron.checkpoint import Checkpoint, norm_differences
-from gw_detectron.engine import main
 from gw_detectron.errors import ConfigError, PreflightError
 from gw_detectron.layers.weight_standardization import standardize_weight, standardize_weights
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling.resnet import set_norms
 from gw_detectron.norms import conv_names
+from gw_detectron.weights import Checkpoint, norm_differences
 from gw_detectron.weights.network import Record, norm_record
+from gw_detectron.workbench.run import main
 
 from ..test_configs import tiny
 from ..tiny_run import arguments
@@ -33,7 +33,12 @@ PARTS = {
 
 
 def parts(model: nn.Module) -> Counter:
-    return Counter(key for name in conv_names(model) for key, part in PARTS.items() if re.search(part, name))
+    return Counter(
+        key
+        for name in conv_names(model)
+        for key, part in PARTS.items()
+        if re.search(part, name)
+    )
 
 
 @functools.cache
@@ -55,7 +60,10 @@ def test_each_key_standardizes_the_convolutions_before_a_norm_of_its_part(key):
     model, plain = detector(key), detector()
     assert parts(model) == {key: COUNTS[key]} and not conv_names(plain)
     assert list(model.state_dict()) == list(plain.state_dict())
-    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, plain.state_dict()[name])
+        for name, value in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,8 +90,13 @@ def test_frozen_stages_stay_standardized_and_frozen(cfg):
     resnet = build_model(cfg).backbone.bottom_up
     for name in ("stem", "res2", "res3"):
         part = getattr(resnet, name)
-        assert conv_names(part) and any(p.requires_grad for p in part.parameters()) == (name == "res3")
-        assert all(part.get_submodule(conv).weight.requires_grad == (name == "res3") for conv in conv_names(part))
+        assert conv_names(part) and any(p.requires_grad for p in part.parameters()) == (
+            name == "res3"
+        )
+        assert all(
+            part.get_submodule(conv).weight.requires_grad == (name == "res3")
+            for conv in conv_names(part)
+        )
 
 
 def test_offsets_of_deformable_blocks_stay_plain():
@@ -95,7 +108,8 @@ def test_offsets_of_deformable_blocks_stay_plain():
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [("WS", "no convolution before a norm"), ("ws", "unknown convolution.*'WS'")]
+    ("value", "message"),
+    [("WS", "no convolution before a norm"), ("ws", "unknown convolution.*'WS'")],
 )
 def test_a_wrong_key_is_refused(cfg, value, message):
     cfg.MODEL.FPN.CONV = value
@@ -108,19 +122,32 @@ def test_checkpoints_record_it():
     model = detector("FPN")
     saved = Checkpoint("", "", model.state_dict(), {}, Record(norm_record(model)))
     assert not norm_differences(saved, detector("FPN"))
-    assert not norm_differences(replace(saved, record=Record()), detector("FPN")), "a checkpoint without a record"
+    assert not norm_differences(replace(saved, record=Record()), detector("FPN")), (
+        "a checkpoint without a record"
+    )
     differences = norm_differences(saved, detector())
-    assert len(differences) == 8 and differences[0].endswith("fpn_lateral2 WS in the checkpoint only")
+    assert len(differences) == 8 and differences[0].endswith(
+        "fpn_lateral2 WS in the checkpoint only"
+    )
     differences = norm_differences(saved, detector("FPN", "ROI_BOX_HEAD"))
     assert len(differences) == 4 and differences[0].endswith("box_head.conv1 WS here only")
 
 
 @pytest.mark.usefixtures("small_dataset")
 def test_a_run_and_its_continuation(tmp_path):
-    options = {f"MODEL__{part}__CONV": "WS" for part in PARTS} | {"SOLVER__MAX_ITER": 2, "SOLVER__STEPS": "(1,)"}
+    options = {f"MODEL__{part}__CONV": "WS" for part in PARTS} | {
+        "SOLVER__MAX_ITER": 2,
+        "SOLVER__STEPS": "(1,)",
+    }
     main(arguments(tmp_path, DATASETS__TEST="()", **options))
     options["SOLVER__MAX_ITER"] = 3
     results = main(arguments(tmp_path, "--resume", **options))
     assert {"bbox", "segm"} <= results.keys()
     with pytest.raises(PreflightError, match=r"fpn_lateral2 WS in the checkpoint only"):
-        main(arguments(tmp_path, "--resume", **options | {"MODEL__FPN__CONV": '""', "SOLVER__MAX_ITER": 4}))
+        main(
+            arguments(
+                tmp_path,
+                "--resume",
+                **options | {"MODEL__FPN__CONV": '""', "SOLVER__MAX_ITER": 4},
+            )
+        )

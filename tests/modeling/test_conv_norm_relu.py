@@ -37,14 +37,28 @@ class Component(NamedTuple):
 
 
 COMPONENTS = {
-    "stem": Component(GWBasicStem, BasicStem, {"in_channels": 8, "out_channels": 16}, "norm", 1),
-    "basic": Component(GWBasicBlock, BasicBlock, {"in_channels": 8, "out_channels": 16, "stride": 2}, "norm", 1),
-    "bottleneck": Component(
-        GWBottleneckBlock, BottleneckBlock, {"in_channels": 8, "out_channels": 8, "bottleneck_channels": 8}, "norm", 2
+    "stem": Component(
+        GWBasicStem, BasicStem, {"in_channels": 8, "out_channels": 16}, "norm", 1
     ),
-    "box head": Component(GWFastRCNNConvFCHead, FastRCNNConvFCHead, HEAD | {"fc_dims": [16]}, "conv_norm", 3),
+    "basic": Component(
+        GWBasicBlock, BasicBlock, {"in_channels": 8, "out_channels": 16, "stride": 2}, "norm", 1
+    ),
+    "bottleneck": Component(
+        GWBottleneckBlock,
+        BottleneckBlock,
+        {"in_channels": 8, "out_channels": 8, "bottleneck_channels": 8},
+        "norm",
+        2,
+    ),
+    "box head": Component(
+        GWFastRCNNConvFCHead, FastRCNNConvFCHead, HEAD | {"fc_dims": [16]}, "conv_norm", 3
+    ),
     "mask head": Component(
-        GWMaskRCNNConvUpsampleHead, MaskRCNNConvUpsampleHead, HEAD | {"num_classes": 2}, "conv_norm", 2
+        GWMaskRCNNConvUpsampleHead,
+        MaskRCNNConvUpsampleHead,
+        HEAD | {"num_classes": 2},
+        "conv_norm",
+        2,
     ),
 }
 
@@ -98,7 +112,9 @@ def test_it_is_the_stock_component(component, norm, fused):
         leaf = images().requires_grad_()
         y = run(module, leaf)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(y.square().sum(), [leaf, *parameters], allow_unused=True)
+        gradients = torch.autograd.grad(
+            y.square().sum(), [leaf, *parameters], allow_unused=True
+        )
         results.append([y.detach(), *gradients])
     assert len(fused) == (kind.relus if norm == "GW" else 0)
     assert torch.equal(results[0][0], results[1][0])
@@ -110,7 +126,9 @@ def test_it_is_the_stock_component(component, norm, fused):
 def test_only_norms_before_a_relu_apply_it(positions, fused):
     """A sum follows the third norm and that of the shortcut."""
     convs = whitened_convs(positions)
-    module = set_norms(BottleneckBlock(8, 16, bottleneck_channels=8, norm="BN"), "BN", NORMS["GW"], positions)
+    module = set_norms(
+        BottleneckBlock(8, 16, bottleneck_channels=8, norm="BN"), "BN", NORMS["GW"], positions
+    )
     for name, part in module.named_modules():
         part.name = name
     module(images())
@@ -125,11 +143,21 @@ def test_converting_and_freezing_keep_the_relu(norm):
         expected = expected(x)
         assert torch.equal(block(norm).eval()(x), expected)
         # convert_frozen_batchnorm takes the running statistics, which are those of evaluation
-        for change in (FrozenBatchNorm2d.convert_frozen_batchnorm, lambda module: module.freeze()):
+        for change in (
+            FrozenBatchNorm2d.convert_frozen_batchnorm,
+            lambda module: module.freeze(),
+        ):
             torch.testing.assert_close(change(block(norm)).eval()(x), expected)
-        in_sync = nn.SyncBatchNorm.convert_sync_batchnorm(block(norm))  # which runs on GPUs alone
-        assert any(isinstance(layer, nn.SyncBatchNorm) for layer in in_sync.modules()) == (norm == "BN")
-        assert [type(layer) for layer in (in_sync.conv1, in_sync.conv2)] == [ConvNormReLU, ConvNormReLU]
+        in_sync = nn.SyncBatchNorm.convert_sync_batchnorm(
+            block(norm)
+        )  # which runs on GPUs alone
+        assert any(isinstance(layer, nn.SyncBatchNorm) for layer in in_sync.modules()) == (
+            norm == "BN"
+        )
+        assert [type(layer) for layer in (in_sync.conv1, in_sync.conv2)] == [
+            ConvNormReLU,
+            ConvNormReLU,
+        ]
 
 
 def test_each_activation_is_applied(fused):
@@ -139,7 +167,14 @@ def test_each_activation_is_applied(fused):
 
     conv, x = block().conv1, images()
     y = conv.norm(F.conv2d(x, conv.weight))
-    for activation in (nn.ReLU(), nn.ReLU(inplace=True), nn.SiLU(), nn.LeakyReLU(0.1), Shifted(), None):
+    for activation in (
+        nn.ReLU(),
+        nn.ReLU(inplace=True),
+        nn.SiLU(),
+        nn.LeakyReLU(0.1),
+        Shifted(),
+        None,
+    ):
         conv.activation = activation
         expected = activation(y.clone()) if activation else y
         assert torch.equal(conv(x), expected)

@@ -20,13 +20,21 @@ from gw_detectron.norms.listing import norm_rows
 from ..test_configs import tiny_batch
 
 LEVELS = {f"p{level}": ShapeSpec(channels=16, stride=2**level) for level in (2, 3, 4)}
-FEATURES = {name: torch.randn(2, 16, 64 // shape.stride, 64 // shape.stride) for name, shape in LEVELS.items()}
+FEATURES = {
+    name: torch.randn(2, 16, 64 // shape.stride, 64 // shape.stride)
+    for name, shape in LEVELS.items()
+}
 #: ours, the stock head, its arguments, its input, and the method that computes
 HEADS: dict[str, tuple[type[nn.Module], type[nn.Module], dict[str, Any], Any, str]] = {
     "retinanet": (
         GWRetinaNetHead,
         RetinaNetHead,
-        {"input_shape": [*LEVELS.values()], "conv_dims": [16, 16], "num_classes": 3, "num_anchors": 2},
+        {
+            "input_shape": [*LEVELS.values()],
+            "conv_dims": [16, 16],
+            "num_classes": 3,
+            "num_anchors": 2,
+        },
         list(FEATURES.values()),
         "forward",
     ),
@@ -55,10 +63,15 @@ def test_a_head_is_the_stock_head_with_that_norm(kind, norm):
             return GroupWhitening2d(channels, num_groups=4)
         return nn.GroupNorm(min(8, channels), channels)
 
-    head, reference = ours(**arguments, norm=norm), stock(**arguments, norm=layer if norm else "")
+    head, reference = (
+        ours(**arguments, norm=norm),
+        stock(**arguments, norm=layer if norm else ""),
+    )
     assert isinstance(head, stock)
     head.load_state_dict(reference.state_dict())  # raises unless all names are the same
-    for found, expected in zip(outputs(head, method, features), outputs(reference, method, features), strict=True):
+    for found, expected in zip(
+        outputs(head, method, features), outputs(reference, method, features), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert len(norm_rows(head)) == (0 if not norm else 4)
 
@@ -66,7 +79,11 @@ def test_a_head_is_the_stock_head_with_that_norm(kind, norm):
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_wrong_norm_names_the_argument_and_the_class(kind):
     ours, _, arguments, *_ = HEADS[kind]
-    for norm, words in (("GX", "unknown norm"), ("GW:groups=5", "5"), ("GN:groups=0", "groups")):
+    for norm, words in (
+        ("GX", "unknown norm"),
+        ("GW:groups=5", "5"),
+        ("GN:groups=0", "groups"),
+    ):
         with pytest.raises(NormError, match=rf"{ours.__name__}, norm \('{norm}'\): .*{words}"):
             ours(**arguments, norm=norm)
 
@@ -106,7 +123,11 @@ def test_fcos_trains_and_evaluates(retinanet, norm):
     with EventStorage():
         losses = model.train()(tiny_batch(6))
     sum(losses.values()).backward()
-    assert [name for name, value in head.named_parameters() if not value.grad.isfinite().all()] == []
+    assert [
+        name for name, value in head.named_parameters() if not value.grad.isfinite().all()
+    ] == []
     with torch.no_grad():
-        (result,) = model.eval()([{"image": torch.rand(3, 64, 64) * 255, "height": 64, "width": 64}])
+        (result,) = model.eval()(
+            [{"image": torch.rand(3, 64, 64) * 255, "height": 64, "width": 64}]
+        )
     assert result["instances"].has("pred_boxes")

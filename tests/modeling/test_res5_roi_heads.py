@@ -6,10 +6,10 @@ from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_model
 from detectron2.modeling.roi_heads import build_roi_heads
 
-from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.errors import WeightsError
 from gw_detectron.modeling import build_gw_resnet_backbone
 from gw_detectron.norms.listing import norm_rows
+from gw_detectron.weights import load_checkpoint, open_checkpoint
 
 
 @pytest.fixture
@@ -58,7 +58,9 @@ def test_without_whitening_it_is_the_stock_head(c4):
     torch.testing.assert_close(ours.res5(regions), stock.res5(regions), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("positions", "whitened"), [("S1", 0), ("S1-B2", 3), ("S1-B12", 6), ("ALL", 10)])
+@pytest.mark.parametrize(
+    ("positions", "whitened"), [("S1", 0), ("S1-B2", 3), ("S1-B12", 6), ("ALL", 10)]
+)
 def test_res5_has_the_norms_of_the_positions(c4, positions, whitened):
     c4.MODEL.RESNETS.WHITEN_POSITIONS = positions
     rows = norm_rows(heads(c4).res5)
@@ -69,16 +71,22 @@ def test_res5_has_the_norms_of_the_positions(c4, positions, whitened):
 def test_the_weights_of_a_resnet_load_completely(c4, tmp_path):
     state = whole_resnet(c4, tmp_path / "whole.pth")
     model, report = load(c4, tmp_path / "whole.pth")
-    assert not report.missing and str(report).startswith(f"backbone: {len(state)}/{len(state)} tensors")
+    assert not report.missing and str(report).startswith(
+        f"backbone: {len(state)}/{len(state)} tensors"
+    )
     loaded = model.state_dict()
     for name, value in state.items():
-        assert torch.equal(loaded[f"{'roi_heads' if name.startswith('res5.') else 'backbone'}.{name}"], value)
+        assert torch.equal(
+            loaded[f"{'roi_heads' if name.startswith('res5.') else 'backbone'}.{name}"], value
+        )
 
 
 def test_the_stock_head_does_not_take_whitening_weights_silently(c4, tmp_path):
     whole_resnet(c4, tmp_path / "whole.pth")
     c4.MODEL.ROI_HEADS.NAME = "Res5ROIHeads"
-    with pytest.raises(WeightsError, match=r"Missing: roi_heads.res5.0.conv2.norm.running_mean"):
+    with pytest.raises(
+        WeightsError, match=r"Missing: roi_heads.res5.0.conv2.norm.running_mean"
+    ):
         load(c4, tmp_path / "whole.pth")
 
 

@@ -24,8 +24,22 @@ def whitened_layers(model):
 @pytest.mark.parametrize(
     ("depth", "positions", "count"),
     # the counts of ResNet-50 are the paper's: 1, 17, 17, 17 and 33 GW modules
-    [(50, "", 0), (50, "S1", 1), (50, "S1-B1", 17), (50, "S1-B2", 17), (50, "S1-B3", 17), (50, "S1-B12", 33)]
-    + [(50, "ALL", 53), (18, "S1", 1), (18, "S1-B1", 9), (18, "S1-B2", 9), (18, "S1-B12", 17), (18, "ALL", 20)],
+    [
+        (50, "", 0),
+        (50, "S1", 1),
+        (50, "S1-B1", 17),
+        (50, "S1-B2", 17),
+        (50, "S1-B3", 17),
+        (50, "S1-B12", 33),
+    ]
+    + [
+        (50, "ALL", 53),
+        (18, "S1", 1),
+        (18, "S1-B1", 9),
+        (18, "S1-B2", 9),
+        (18, "S1-B12", 17),
+        (18, "ALL", 20),
+    ],
 )
 def test_the_whitening_norm_is_at_its_positions_only(cfg, depth, positions, count):
     set_depth(cfg, depth)
@@ -80,8 +94,16 @@ def test_freeze_at_keeps_whitening_and_stops_its_affine(cfg):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("WHITEN_POSITIONS", "S1-B4", r"WHITEN_POSITIONS \('S1-B4'\): .* Fix: use one of \['', 'S1'"),
-        ("WHITEN_NORM", "GW:groups=48", r"MODEL.RESNETS.WHITEN_NORM \('GW:groups=48'\): .* 64 channels"),
+        (
+            "WHITEN_POSITIONS",
+            "S1-B4",
+            r"WHITEN_POSITIONS \('S1-B4'\): .* Fix: use one of \['', 'S1'",
+        ),
+        (
+            "WHITEN_NORM",
+            "GW:groups=48",
+            r"MODEL.RESNETS.WHITEN_NORM \('GW:groups=48'\): .* 64 channels",
+        ),
         ("DEPTH", 51, r"MODEL.RESNETS.DEPTH \(51\): not one of 18, 34, 50, 101, 152\."),
         ("NORM", "XN", r"MODEL.RESNETS.NORM \('XN'\): unknown norm"),
     ],
@@ -98,7 +120,9 @@ def test_a_replaced_convolution_keeps_the_relu_behind_it(depth):
     backbone = gw_resnet(depth, freeze_at=0).eval()
     x = torch.rand(1, 3, 64, 64)
     expected = backbone(x)["res5"]
-    convs = [backbone.stem.conv1] + [getattr(block, n) for block in backbone.res3 for n in block.relu_convs]
+    convs = [backbone.stem.conv1] + [
+        getattr(block, n) for block in backbone.res3 for n in block.relu_convs
+    ]
     for module in [backbone.stem, *backbone.res3]:
         for name in module.relu_convs:
             conv = getattr(module, name)

@@ -24,7 +24,9 @@ GW8 = "GW:groups=8,iters=5,eps=1e-05,solver=newton"
 
 def small(norm=nn.BatchNorm2d) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 16, 3), norm(16), nn.ReLU(), nn.Conv2d(16, 16, 3), norm(16))
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3), norm(16), nn.ReLU(), nn.Conv2d(16, 16, 3), norm(16)
+    )
 
 
 def trained(model: nn.Module) -> nn.Module:
@@ -35,7 +37,10 @@ def trained(model: nn.Module) -> nn.Module:
             layer = model.get_submodule(row.layer)
             for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
                 if tensor.is_floating_point():
-                    tensor.copy_(torch.rand(tensor.shape, generator=generator) + (0.5 if "var" in name else 0.1))
+                    tensor.copy_(
+                        torch.rand(tensor.shape, generator=generator)
+                        + (0.5 if "var" in name else 0.1)
+                    )
     return model
 
 
@@ -44,16 +49,23 @@ def test_a_torchvision_network_equals_the_one_built_with_the_norm(key):
     """All norms; their parameters are 1 and 0."""
     torch.manual_seed(0)
     model = torchvision.models.resnet50()
-    built = torchvision.models.resnet50(norm_layer=functools.partial(GroupWhitening2d, num_groups=8))
+    built = torchvision.models.resnet50(
+        norm_layer=functools.partial(GroupWhitening2d, num_groups=8)
+    )
     report = convert_norms(model, {key: "GW:groups=8"})
-    assert {row.after for row in report.layers} == {GW8} and {row.before for row in report.layers} == {"BN"}
+    assert {row.after for row in report.layers} == {GW8} and {
+        row.before for row in report.layers
+    } == {"BN"}
     assert list(model.state_dict()) == list(built.state_dict())
     built.load_state_dict(model.state_dict())
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     assert torch.equal(model(x), built(x))
 
 
-@pytest.mark.parametrize(("positions", "count"), [("S1", 1), ("S1-B1", 17), ("S1-B2", 17), ("S1-B12", 33), ("ALL", 53)])
+@pytest.mark.parametrize(
+    ("positions", "count"),
+    [("S1", 1), ("S1-B1", 17), ("S1-B2", 17), ("S1-B12", 33), ("ALL", 53)],
+)
 def test_positions_are_those_of_the_configs(positions, count):
     cfg = get_config("COCO-Detection/faster_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml")
     cfg.MODEL.DEVICE, cfg.MODEL.RESNETS.NORM = "cpu", "BN"
@@ -70,7 +82,9 @@ def test_positions_are_those_of_the_configs(positions, count):
 
 @pytest.mark.parametrize("name", ["fasterrcnn_resnet50_fpn", "retinanet_resnet50_fpn"])
 def test_torchvisions_detectors_train_with_two_norms(name):
-    model = getattr(torchvision.models.detection, name)(weights=None, weights_backbone=None, min_size=64)
+    model = getattr(torchvision.models.detection, name)(
+        weights=None, weights_backbone=None, min_size=64
+    )
     report = convert_norms(model, {"S1-B2": "GW:groups=32", "*": "GN"})
     after = [row.after.partition(":")[0] for row in report.layers]
     assert after.count("GW") == 17 and after.count("GN") == 53 - 17
@@ -84,8 +98,12 @@ def test_torchvisions_detectors_train_with_two_norms(name):
 
 @pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d", "seresnet50", "densenet121"])
 def test_a_timm_network_equals_the_one_built_with_the_norm(name):
-    norm = "GN" if name == "densenet121" else "GW:groups=8"  # a layer with its activation takes timm's norms only
-    built = timm.create_model(name, norm_layer="groupnorm" if norm == "GN" else resolve_norm(norm), num_classes=3)
+    norm = (
+        "GN" if name == "densenet121" else "GW:groups=8"
+    )  # a layer with its activation takes timm's norms only
+    built = timm.create_model(
+        name, norm_layer="groupnorm" if norm == "GN" else resolve_norm(norm), num_classes=3
+    )
     model = timm.create_model(name, num_classes=3)
     convert_norms(model, {"*": norm})
     assert model.state_dict().keys() == built.state_dict().keys()
@@ -103,7 +121,11 @@ def test_what_a_layer_keeps():
         convert_norms(model, {"*": "GW:groups=8"})
     for name in ("1.weight", "1.bias", "4.weight", "4.bias"):
         assert torch.equal(model.state_dict()[name], before[name])
-    assert not model[1].weight.requires_grad and not model[1].training and model[1].weight.dtype == torch.float64
+    assert (
+        not model[1].weight.requires_grad
+        and not model[1].training
+        and model[1].weight.dtype == torch.float64
+    )
     assert model[4].weight.requires_grad
 
 
@@ -132,14 +154,20 @@ def test_no_norm_and_no_affine():
 
 def test_an_activation_inside_a_norm_stays():
     model = small(functools.partial(timm.layers.BatchNormAct2d, act_layer=nn.SiLU))
-    names = [name for name in model.state_dict() if "running" not in name and "num_batches" not in name]
+    names = [
+        name
+        for name in model.state_dict()
+        if "running" not in name and "num_batches" not in name
+    ]
     convert_norms(model, {"*": "GW:groups=8"})
     assert list(model.state_dict()) == names
     x = torch.randn(2, 16, 5, 5)
     plain = GroupWhitening2d(16, 8)
     assert torch.equal(model[1](x), nn.functional.silu(plain(x)))
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(copied[1](x), model[1](x)) and isinstance(copied[1], GroupWhitening2d)
+        assert torch.equal(copied[1](x), model[1](x)) and isinstance(
+            copied[1], GroupWhitening2d
+        )
     convert_norms(model, {"*": "GN:groups=4"})
     assert torch.equal(model[1](x), nn.functional.silu(nn.GroupNorm(4, 16)(x)))
 
@@ -219,7 +247,9 @@ def test_batch_whitening_keeps_its_own_statistics():
 
 
 def test_the_activation_of_a_layer_survives_its_freezing():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), timm.layers.BatchNormAct2d(8, act_layer=nn.PReLU)).eval()
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), timm.layers.BatchNormAct2d(8, act_layer=nn.PReLU)
+    ).eval()
     convert_norms(model, {"*": "BW"})
     nn.init.constant_(model[1].act.weight, 0.1)
     x = torch.randn(2, 3, 12, 12)
@@ -227,13 +257,18 @@ def test_the_activation_of_a_layer_survives_its_freezing():
     model = FrozenBatchWhitening2d.convert(model)
     assert isinstance(model[1], FrozenBatchWhitening2d) and torch.equal(model(x), expected)
     assert not any(parameter.requires_grad for parameter in model[1].parameters())
-    convert_norms(model := nn.Sequential(nn.BatchNorm2d(8)), {"*": "FrozenBW:channels=4,rotation=cayley"})
+    convert_norms(
+        model := nn.Sequential(nn.BatchNorm2d(8)), {"*": "FrozenBW:channels=4,rotation=cayley"}
+    )
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_one_value_per_group_is_a_warning():
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))
-    with pytest.warns(UserWarning, match=r"1 layers \(1, ...\) get one channel per group: .* Fix: keep them, by None"):
+    with pytest.warns(
+        UserWarning,
+        match=r"1 layers \(1, ...\) get one channel per group: .* Fix: keep them, by None",
+    ):
         convert_norms(model, {"*": "GW"})
     assert not model(torch.randn(5, 3)).any()
 
@@ -242,20 +277,44 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
     model = small()
     model.alias = model[4]  # a shared layer stays shared
     report = convert_norms(model, {"1": None, "alias": "GN:groups=4"})
-    assert isinstance(model[1], nn.BatchNorm2d) and model.alias is model[4] and isinstance(model[4], nn.GroupNorm)
+    assert (
+        isinstance(model[1], nn.BatchNorm2d)
+        and model.alias is model[4]
+        and isinstance(model[4], nn.GroupNorm)
+    )
     assert [row.before == row.after for row in report.layers] == [True, False]
 
 
 @pytest.mark.parametrize(
     ("model", "plan", "message"),
     [
-        (small, {"nowhere.*": "GW"}, r"plan \('nowhere.\*'\): fits none of 2 norm layers. Fix: .*\['1', '4'\]"),
+        (
+            small,
+            {"nowhere.*": "GW"},
+            r"plan \('nowhere.\*'\): fits none of 2 norm layers. Fix: .*\['1', '4'\]",
+        ),
         (small, "S1-B2", "no norms named as in a ResNet"),
-        (torchvision.models.resnet18, "S1-B3", "blocks of ResNet-18 and -34 have only two norms"),
+        (
+            torchvision.models.resnet18,
+            "S1-B3",
+            "blocks of ResNet-18 and -34 have only two norms",
+        ),
         (small, {"1": "BW", "4": "GX"}, r"convert_norms, 4 \('GX'\): unknown norm"),
-        (small, {"1": "BW", "4": "GN:groups=5"}, r"convert_norms, 4 \('GN:groups=5'\): .*divisible"),
-        (small, {"*": "GN", "4": "GW"}, r"plan \('4'\): earlier keys fit all of its layers. Fix: put it before"),
-        (lambda: nn.Sequential(nn.RMSNorm(8)), {"0": "GW"}, "its channels are the last dimension"),
+        (
+            small,
+            {"1": "BW", "4": "GN:groups=5"},
+            r"convert_norms, 4 \('GN:groups=5'\): .*divisible",
+        ),
+        (
+            small,
+            {"*": "GN", "4": "GW"},
+            r"plan \('4'\): earlier keys fit all of its layers. Fix: put it before",
+        ),
+        (
+            lambda: nn.Sequential(nn.RMSNorm(8)),
+            {"0": "GW"},
+            "its channels are the last dimension",
+        ),
         (
             lambda: timm.create_model("vit_tiny_patch16_224", img_size=64),
             {"*": "GN"},
@@ -263,24 +322,92 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
         ),
         (lambda: nn.BatchNorm2d(8), {"*": "GW"}, "the model is a norm layer itself"),
         (lambda: nn.DataParallel(small()), {"*": "GW"}, "shares its parameters"),
-        (small, "GW", r"plan \('GW'\): fits none of 2 norm layers. Fix: give this norm to layers, e.g. {\"\*\": 'GW'}"),
-        (small, {"*": functools.partial(nn.BatchNorm2d, groups=3)}, r"convert_norms, 1 \(.*keyword argument 'groups'"),
+        (
+            small,
+            "GW",
+            r"plan \('GW'\): fits none of 2 norm layers. Fix: give this norm to layers, e.g. {\"\*\": 'GW'}",
+        ),
+        (
+            small,
+            {"*": functools.partial(nn.BatchNorm2d, groups=3)},
+            r"convert_norms, 1 \(.*keyword argument 'groups'",
+        ),
         (small, {"*": nn.GroupNorm}, "does not fit 16 channels"),
-        (lambda: timm.create_model("resnetv2_50d_evos"), {"*": "GN"}, r"contains an activation with parameters \(v\)"),
-        (lambda: small(BNAndReLU), {"*": "GW:groups=4"}, r"1 \('BNAndReLU'\): has a forward of its own"),
-        (lambda: nn.Sequential(GroupNormSiLU(2, 8)), {"*": "GW:groups=4"}, "has a forward of its own"),
-        (with_forward_of_its_own, {"*": "GW:groups=4"}, r"0 \('BatchNorm2d'\): has a forward of its own"),
-        (lambda: Keeps(lambda norm: [norm]), {"*": "BRN"}, r"norm: parts \(a plain list\) .* Fix: use torch.nn.Modu"),
-        (lambda: Keeps(lambda norm: norm), {"*": "BRN"}, r"norm: parts \(a plain BatchNorm2d\) holds it too"),
-        (lambda: Keeps(lambda norm: {"a": ([norm], 1)}), {"*": "BRN"}, r"norm: parts \(a plain dict\) holds it too"),
-        (lambda: small(nn.LazyBatchNorm2d), {"*": "GW"}, r"1 \(LazyBatchNorm2d\): has no channels yet. Fix: run one"),
-        (lambda: nn.Sequential(nn.GroupNorm(2, 8)), {"*": "FrozenBN"}, "statistics of its own, which FrozenBN needs"),
-        (lambda: small(GroupWhitening2d), {"*": torchvision.ops.FrozenBatchNorm2d}, "has no running statistics"),
-        (lambda: nn.Sequential(nn.InstanceNorm2d(8, affine=True)), {"*": "FrozenBW"}, "has no running statistics"),
-        (lambda: nn.Sequential(CycleBatchNormList(2, num_features=8)), {"0": "BN"}, "has no running statistics of"),
-        (lambda: nn.Sequential(nn.BatchNorm1d(8)), {"*": "FrozenBN"}, r"not \(N, C, H, W\), which FrozenBN needs"),
-        (lambda: nn.Sequential(nn.BatchNorm3d(8)), {"*": "BRN"}, r"not \(N, C, H, W\), which BRN needs"),
-        (lambda: nn.Sequential(nn.InstanceNorm1d(8, affine=True)), {"*": "BN"}, r"not \(N, C, H, W\), which BN needs"),
+        (
+            lambda: timm.create_model("resnetv2_50d_evos"),
+            {"*": "GN"},
+            r"contains an activation with parameters \(v\)",
+        ),
+        (
+            lambda: small(BNAndReLU),
+            {"*": "GW:groups=4"},
+            r"1 \('BNAndReLU'\): has a forward of its own",
+        ),
+        (
+            lambda: nn.Sequential(GroupNormSiLU(2, 8)),
+            {"*": "GW:groups=4"},
+            "has a forward of its own",
+        ),
+        (
+            with_forward_of_its_own,
+            {"*": "GW:groups=4"},
+            r"0 \('BatchNorm2d'\): has a forward of its own",
+        ),
+        (
+            lambda: Keeps(lambda norm: [norm]),
+            {"*": "BRN"},
+            r"norm: parts \(a plain list\) .* Fix: use torch.nn.Modu",
+        ),
+        (
+            lambda: Keeps(lambda norm: norm),
+            {"*": "BRN"},
+            r"norm: parts \(a plain BatchNorm2d\) holds it too",
+        ),
+        (
+            lambda: Keeps(lambda norm: {"a": ([norm], 1)}),
+            {"*": "BRN"},
+            r"norm: parts \(a plain dict\) holds it too",
+        ),
+        (
+            lambda: small(nn.LazyBatchNorm2d),
+            {"*": "GW"},
+            r"1 \(LazyBatchNorm2d\): has no channels yet. Fix: run one",
+        ),
+        (
+            lambda: nn.Sequential(nn.GroupNorm(2, 8)),
+            {"*": "FrozenBN"},
+            "statistics of its own, which FrozenBN needs",
+        ),
+        (
+            lambda: small(GroupWhitening2d),
+            {"*": torchvision.ops.FrozenBatchNorm2d},
+            "has no running statistics",
+        ),
+        (
+            lambda: nn.Sequential(nn.InstanceNorm2d(8, affine=True)),
+            {"*": "FrozenBW"},
+            "has no running statistics",
+        ),
+        (
+            lambda: nn.Sequential(CycleBatchNormList(2, num_features=8)),
+            {"0": "BN"},
+            "has no running statistics of",
+        ),
+        (
+            lambda: nn.Sequential(nn.BatchNorm1d(8)),
+            {"*": "FrozenBN"},
+            r"not \(N, C, H, W\), which FrozenBN needs",
+        ),
+        (
+            lambda: nn.Sequential(nn.BatchNorm3d(8)),
+            {"*": "BRN"},
+            r"not \(N, C, H, W\), which BRN needs",
+        ),
+        (
+            lambda: nn.Sequential(nn.InstanceNorm1d(8, affine=True)),
+            {"*": "BN"},
+            r"not \(N, C, H, W\), which BN needs",
+        ),
     ],
 )
 def test_bad_input_changes_nothing(model, plan, message):
@@ -309,10 +436,14 @@ def test_a_norm_without_statistics_has_its_own_eps(norm):
 def test_norms_of_other_shapes_stay_bn():
     model = nn.Sequential(nn.BatchNorm1d(8), CycleBatchNormList(2, num_features=8))
     report = convert_norms(model, {"0": "BN", "1": "GN:groups=4"})
-    assert report.layers[0].after == "BatchNorm1d" == type(model[0]).__name__ and isinstance(model[1], nn.GroupNorm)
+    assert report.layers[0].after == "BatchNorm1d" == type(model[0]).__name__ and isinstance(
+        model[1], nn.GroupNorm
+    )
 
 
-@pytest.mark.parametrize("norm", [torchvision.ops.FrozenBatchNorm2d, nn.SyncBatchNorm, "nnSyncBN"])
+@pytest.mark.parametrize(
+    "norm", [torchvision.ops.FrozenBatchNorm2d, nn.SyncBatchNorm, "nnSyncBN"]
+)
 def test_a_class_states_no_eps_and_momentum_but_a_function_does(norm):
     model = small(functools.partial(nn.BatchNorm2d, eps=0.1, momentum=0.3))
     convert_norms(model, {"1": norm, "4": functools.partial(nn.SyncBatchNorm, eps=0.2)})

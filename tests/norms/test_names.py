@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gw_detectron.errors import NormError
-from gw_detectron.layers import SOLVERS, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
+from gw_detectron.layers import (
+    SOLVERS,
+    BatchWhitening2d,
+    FrozenBatchWhitening2d,
+    GroupWhitening2d,
+)
 from gw_detectron.norms import names as norm
 from gw_detectron.norms.names import build_norm, norm_spec, resolve_norm
 from gw_detectron.ops.solvers import DEFAULT_SOLVER, Solver
@@ -38,7 +43,10 @@ def test_one_line_registers_a_norm(monkeypatch):
     monkeypatch.setitem(norm._NORMS, "RMS", (RMSNorm2d, norm._EPS))
     layer = resolve_norm("RMS:eps=0.5")(8)
     assert isinstance(layer, RMSNorm2d) and layer.eps == 0.5
-    assert norm_spec(layer) == "RMS:eps=0.5" and norm_spec(resolve_norm("RMS")(8)) == "RMS:eps=1e-05"
+    assert (
+        norm_spec(layer) == "RMS:eps=0.5"
+        and norm_spec(resolve_norm("RMS")(8)) == "RMS:eps=1e-05"
+    )
 
 
 def test_gw_and_bw_alone_are_the_published_settings():
@@ -46,7 +54,12 @@ def test_gw_and_bw_alone_are_the_published_settings():
     assert isinstance(layer, GroupWhitening2d) and type(batch) is BatchWhitening2d
     assert (layer.num_groups, batch.channels_per_group) == (64, 64)
     assert layer.solver == batch.solver == DEFAULT_SOLVER == Solver("newton", 5, 1e-5)
-    assert (batch.running, batch.momentum, batch.sync, batch.rotation) == ("matrix", 0.1, False, "none")
+    assert (batch.running, batch.momentum, batch.sync, batch.rotation) == (
+        "matrix",
+        0.1,
+        False,
+        "none",
+    )
 
 
 @given(
@@ -70,16 +83,23 @@ def test_spec_to_layer_to_spec_is_the_identity(groups, iters, eps, solver):
         {
             "channels": st.sampled_from([1, 5, 16]),
             "eps": st.sampled_from([0.0, 1e-7, 1e-5]),
-            "solver": st.sampled_from(["newton,iters=3", *sorted(set(SOLVERS) - {"newton", "zca_max"})]),
+            "solver": st.sampled_from(
+                ["newton,iters=3", *sorted(set(SOLVERS) - {"newton", "zca_max"})]
+            ),
             "running": st.sampled_from(["matrix", "covariance"]),
             "momentum": st.sampled_from([0.0, 0.01, 0.1, 1.0]),
         },
-        optional={"corr": st.just("true"), "sync": st.just("true"), "rotation": st.just("cayley")},
+        optional={
+            "corr": st.just("true"),
+            "sync": st.just("true"),
+            "rotation": st.just("cayley"),
+        },
     )
 )
 def test_the_same_for_batch_whitening(name, options):
     spec = ",".join(
-        f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in options.items()
+        f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+        for key, value in options.items()
     )
     texts = set(spec.split(","))
     layer = resolve_norm(f"{name}:{spec}")(16)
@@ -93,7 +113,9 @@ def test_a_name_has_all_digits_and_an_unusual_threshold():
     for threshold in ("", ",threshold=0.5", ",threshold=0", ",threshold=0,corr=true"):
         spec = f"GW:groups=64,eps=1e-05,solver=zca_max{threshold}"
         assert norm_spec(resolve_norm(spec)(64)) == spec
-    assert resolve_norm(norm_spec(resolve_norm("GW:eps=1.23456789e-5")(64)))(64).solver == Solver(eps=1.23456789e-5)
+    assert resolve_norm(norm_spec(resolve_norm("GW:eps=1.23456789e-5")(64)))(
+        64
+    ).solver == Solver(eps=1.23456789e-5)
 
 
 def test_bn_with_a_rotation_is_batch_whitening_that_standardizes():
@@ -102,7 +124,9 @@ def test_bn_with_a_rotation_is_batch_whitening_that_standardizes():
     assert norm_spec(layer) == spec
     assert norm_spec(resolve_norm(spec)(32)) == spec
     frozen = FrozenBatchWhitening2d.convert(layer)
-    assert norm_spec(frozen).startswith("FrozenBW:") and "solver=standardize" in norm_spec(frozen)
+    assert norm_spec(frozen).startswith("FrozenBW:") and "solver=standardize" in norm_spec(
+        frozen
+    )
 
 
 @pytest.mark.parametrize("layer", [nn.Conv2d(1, 1, 1), nn.LayerNorm(32), nn.InstanceNorm2d(8)])
@@ -120,8 +144,14 @@ def test_a_layer_that_no_name_makes_has_no_spec(layer):
         ("GW:eps=nan", "eps.*nan"),
         ("GW:solver=svd", r"'svd'.*\['cholesky', 'newton', 'pca'"),
         ("GW:groups=8,groups=8", "given twice"),
-        ("GW:solver=zca,iters=3", "solver=zca does not read iters. Fix: remove iters, or write solver=newton"),
-        ("BW:threshold=0.5,solver=zca", "solver=zca does not read threshold. .*, or write solver=zca_max"),
+        (
+            "GW:solver=zca,iters=3",
+            "solver=zca does not read iters. Fix: remove iters, or write solver=newton",
+        ),
+        (
+            "BW:threshold=0.5,solver=zca",
+            "solver=zca does not read threshold. .*, or write solver=zca_max",
+        ),
         ("BW:rotation=givens", r"'givens'.*'cayley'"),
         ("SyncBN:groups=8", "SyncBN takes no options. Fix: write 'SyncBN'"),
         ("BN:eps=1e-3", "BN takes options only with rotation=cayley"),
@@ -138,11 +168,25 @@ def test_a_wrong_spec_is_named_with_its_place(spec, message):
 @given(
     st.one_of(
         st.text(),
-        st.from_regex(r"(GW|BW|FrozenBW|GN|BN)(:[a-z]{0,9}=?[-0-9a-z._]{0,12}(,|\Z)){0,4}", fullmatch=True),
+        st.from_regex(
+            r"(GW|BW|FrozenBW|GN|BN)(:[a-z]{0,9}=?[-0-9a-z._]{0,12}(,|\Z)){0,4}", fullmatch=True
+        ),
         st.builds(
             "{}:{}={}".format,
             st.sampled_from(["GW", "BW", "FrozenBW", "GN", "BN"]),
-            st.sampled_from(["groups", "channels", "iters", "eps", "solver", "threshold", "corr", "momentum", "sync"]),
+            st.sampled_from(
+                [
+                    "groups",
+                    "channels",
+                    "iters",
+                    "eps",
+                    "solver",
+                    "threshold",
+                    "corr",
+                    "momentum",
+                    "sync",
+                ]
+            ),
             st.one_of(st.text(), st.integers().map(str), st.floats().map(str)),
         ),
     )

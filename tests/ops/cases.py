@@ -20,7 +20,12 @@ def grid() -> list[tuple[int, tuple[int, ...], Setting]]:
     """Return (C, spatial size, setting): every g with every solver, C from 8 to 2048, odd sizes, M > g."""
     rows = []
     for g in GROUPS:
-        sizes = [(max(g, 8), (13, 7)), (3 * g if g > 1 else 13, (7, 5)), (256, (5, 7)), (2048, (3, 3))]
+        sizes = [
+            (max(g, 8), (13, 7)),
+            (3 * g if g > 1 else 13, (7, 5)),
+            (256, (5, 7)),
+            (2048, (3, 3)),
+        ]
         rows += [(c, size, Setting(g, **args)) for c, size in sizes for args in SOLVER_ARGS]
     return rows
 
@@ -34,7 +39,9 @@ def correlated(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return mixed * rng.uniform(0.5, 2.0, per_channel) + rng.normal(size=per_channel)
 
 
-def gw(x, groups, weight=None, bias=None, *, solver="newton", relu=False, **options) -> torch.Tensor:
+def gw(
+    x, groups, weight=None, bias=None, *, solver="newton", relu=False, **options
+) -> torch.Tensor:
     """Group whitening by a solver that is given by its name and options."""
     return group_whiten(x, groups, weight, bias, solver=Solver(solver, **options), relu=relu)
 
@@ -44,9 +51,13 @@ def bw(x, width, weight=None, bias=None, *, solver="newton", **options) -> torch
     return batch_whiten(x, width, weight, bias, solver=Solver(solver, **options))
 
 
-def build(channels: int, setting: Setting, dtype: torch.dtype = torch.float64) -> GroupWhitening2d:
+def build(
+    channels: int, setting: Setting, dtype: torch.dtype = torch.float64
+) -> GroupWhitening2d:
     """Build the layer of a setting, with random affine parameters, so that a lost one shows."""
-    layer = GroupWhitening2d(channels, setting.groups, setting.iters, setting.eps, solver=setting.solver)
+    layer = GroupWhitening2d(
+        channels, setting.groups, setting.iters, setting.eps, solver=setting.solver
+    )
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
         layer.weight.copy_(torch.rand(channels, generator=rng) + 0.5)
@@ -69,14 +80,21 @@ def layer(channels: int, groups: int = 64, **options) -> GroupWhitening2d:
     return made
 
 
-def gradients(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, **options) -> list[torch.Tensor]:
+def gradients(
+    module: nn.Module, x: torch.Tensor, dy: torch.Tensor, **options
+) -> list[torch.Tensor]:
     """Return y and the gradients of x, weight and bias."""
     x = x.clone().requires_grad_()
     y = module(x, **options)
-    return [y.detach(), *torch.autograd.grad(y, (x, module.weight, module.bias), dy.to(y.dtype))]
+    return [
+        y.detach(),
+        *torch.autograd.grad(y, (x, module.weight, module.bias), dy.to(y.dtype)),
+    ]
 
 
-def reference(module: GroupWhitening2d, x: torch.Tensor, dy: torch.Tensor, *, relu: bool = False) -> list[torch.Tensor]:
+def reference(
+    module: GroupWhitening2d, x: torch.Tensor, dy: torch.Tensor, *, relu: bool = False
+) -> list[torch.Tensor]:
     """Compute the same in float64 by the reference."""
     x = x.double().requires_grad_()
     weight, bias = (p.detach().double().requires_grad_() for p in (module.weight, module.bias))
@@ -84,9 +102,13 @@ def reference(module: GroupWhitening2d, x: torch.Tensor, dy: torch.Tensor, *, re
     return [y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy.double())]
 
 
-def assert_like_reference(made: GroupWhitening2d, x: torch.Tensor, dy: torch.Tensor, limit: float, **options) -> None:
+def assert_like_reference(
+    made: GroupWhitening2d, x: torch.Tensor, dy: torch.Tensor, limit: float, **options
+) -> None:
     """Compare y and all gradients with float64."""
-    for value, expected in zip(gradients(made, x, dy, **options), reference(made, x, dy, **options), strict=True):
+    for value, expected in zip(
+        gradients(made, x, dy, **options), reference(made, x, dy, **options), strict=True
+    ):
         assert error(value, expected) < limit
 
 

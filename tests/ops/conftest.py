@@ -30,7 +30,11 @@ def _repeated(callspec) -> bool:
     if callspec is None or callspec.params.get("backend") not in ("matmul", "chosen"):
         return False
     params = callspec.params
-    found = params.get("solver") or params.get("setting") or params.get("args", {}).get("solver", "newton")
+    found = (
+        params.get("solver")
+        or params.get("setting")
+        or params.get("args", {}).get("solver", "newton")
+    )
     return getattr(found, "solver", found) != "newton"
 
 

@@ -133,7 +133,11 @@ class Setting:
 
     def backward(self, grad_w: np.ndarray, sigma: np.ndarray) -> np.ndarray:
         """psi^b: dL/dW -> dL/dSigma."""
-        return zca_backward(grad_w, sigma) if self.solver == "zca" else newton_backward(grad_w, sigma, self.iters)
+        return (
+            zca_backward(grad_w, sigma)
+            if self.solver == "zca"
+            else newton_backward(grad_w, sigma, self.iters)
+        )
 
 
 def _per_channel(v: np.ndarray | None, ndim: int) -> np.ndarray | float:
@@ -141,7 +145,10 @@ def _per_channel(v: np.ndarray | None, ndim: int) -> np.ndarray | float:
 
 
 def group_whiten(
-    x: np.ndarray, setting: Setting, weight: np.ndarray | None = None, bias: np.ndarray | None = None
+    x: np.ndarray,
+    setting: Setting,
+    weight: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
 ) -> np.ndarray:
     """Algorithm 1 on every sample of x (N, C, *spatial), then the affine map per channel."""
     x = np.asarray(x, np.float64)

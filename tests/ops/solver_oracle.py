@@ -13,7 +13,12 @@ from .oracle import newton, zca
 
 
 def whitening(
-    name: str, covariance: np.ndarray, iters: int = 5, eps: float = 0.0, threshold: float = 0.01, corr: bool = False
+    name: str,
+    covariance: np.ndarray,
+    iters: int = 5,
+    eps: float = 0.0,
+    threshold: float = 0.01,
+    corr: bool = False,
 ) -> np.ndarray:
     """psi(Sigma) of a covariance (g, g) without eps; Table I of Batch Orthogonalization for ``corr``."""
     sigma = covariance + (0.0 if name == "pivoted_cholesky" else eps) * np.eye(len(covariance))
@@ -86,7 +91,9 @@ def pivoted_cholesky(sigma: np.ndarray, eps: float) -> np.ndarray:
     return np.diag([x**-0.5 if x > 0 else 0.0 for x in d]) @ np.linalg.inv(unit) @ p
 
 
-def thresholded_backward(grad_w: np.ndarray, sigma: np.ndarray, version: str, c: float, eps: float) -> np.ndarray:
+def thresholded_backward(
+    grad_w: np.ndarray, sigma: np.ndarray, version: str, c: float, eps: float
+) -> np.ndarray:
     """Algorithm 6 without Gamma and with K infinite, for distinct eigenvalues; F is of the eigenvalues of Sigma."""
     u, lam, _ = np.linalg.svd(sigma)
     heir = 0 if version == "max" else effective_rank(lam) - 1

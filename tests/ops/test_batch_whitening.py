@@ -16,11 +16,17 @@ def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("corr", [False, True])
 @pytest.mark.parametrize(
-    ("channels", "width", "size"), [(12, 4, (5, 3)), (11, 4, (9,)), (5, 1, ()), (6, 64, (2, 3, 2))], ids=str
+    ("channels", "width", "size"),
+    [(12, 4, (5, 3)), (11, 4, (9,)), (5, 1, ()), (6, 64, (2, 3, 2))],
+    ids=str,
 )
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
 def test_it_equals_its_oracle(solver, channels, width, size, corr):
-    x, weight, bias = correlated((4, channels, *size)), np.arange(channels) + 1.0, -np.arange(float(channels))
+    x, weight, bias = (
+        correlated((4, channels, *size)),
+        np.arange(channels) + 1.0,
+        -np.arange(float(channels)),
+    )
     expected = oracle.batch_whiten(x, width, solver, iters=3, eps=1e-3, corr=corr)
     expected = np.moveaxis(np.moveaxis(expected, 1, -1) * weight + bias, -1, 1)
     affine = torch.from_numpy(weight), torch.from_numpy(bias)
@@ -31,7 +37,11 @@ def test_it_equals_its_oracle(solver, channels, width, size, corr):
 @pytest.mark.parametrize("corr", [False, True])
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
 def test_gradcheck_of_input_and_affine(solver, corr):
-    x, weight, bias = tensor(3, 5, 2, 2).requires_grad_(), torch.rand(5).double() + 0.5, torch.rand(5).double()
+    x, weight, bias = (
+        tensor(3, 5, 2, 2).requires_grad_(),
+        torch.rand(5).double() + 0.5,
+        torch.rand(5).double(),
+    )
 
     def run(x, weight, bias):
         return bw(x, 3, weight, bias, num_iters=3, eps=0.1, solver=solver, corr=corr)
@@ -59,7 +69,9 @@ def test_autocast_leaves_statistics_in_float32(solver):
 
 
 @pytest.mark.parametrize(
-    ("size", "memory_format"), [((5, 3), torch.channels_last), ((2, 3, 2), torch.channels_last_3d)], ids=str
+    ("size", "memory_format"),
+    [((5, 3), torch.channels_last), ((2, 3, 2), torch.channels_last_3d)],
+    ids=str,
 )
 @pytest.mark.parametrize("channels", [8, 7])
 def test_memory_format_is_kept(size, memory_format, channels):
@@ -75,9 +87,15 @@ def test_memory_format_is_kept(size, memory_format, channels):
     [
         ({"x": torch.zeros(6)}, r"\(N, C, \*spatial\), got \(6,\)"),
         ({"x": torch.zeros(2, 6, dtype=torch.int64)}, "torch.int64"),
-        ({"channels_per_group": 0}, r"channels_per_group \(0\): expected an integer of at least 1"),
+        (
+            {"channels_per_group": 0},
+            r"channels_per_group \(0\): expected an integer of at least 1",
+        ),
         ({"weight": torch.ones(5)}, r"weight: expected shape \(6,\), got \(5,\)"),
-        ({"bias": torch.ones(6, device="meta")}, r"bias: on meta, but x is on cpu. Fix: move one"),
+        (
+            {"bias": torch.ones(6, device="meta")},
+            r"bias: on meta, but x is on cpu. Fix: move one",
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -36,7 +36,10 @@ def _one_bright_pixel() -> np.ndarray:
 CENTERED_ZERO = {
     "zero": (16, np.zeros((2, 32, 5, 3))),
     "constant": (16, np.full((2, 32, 5, 3), 3.0)),
-    "constant per group": (16, np.repeat(np.arange(16.0), 2)[None, :, None, None] * np.ones((2, 1, 5, 3))),
+    "constant per group": (
+        16,
+        np.repeat(np.arange(16.0), 2)[None, :, None, None] * np.ones((2, 1, 5, 3)),
+    ),
     "single pixel": (32, correlated((2, 32, 1, 1))),
     "vector": (32, correlated((2, 32))),
 }
@@ -49,7 +52,10 @@ DEGENERATE = CENTERED_ZERO | {
     "two columns": (32, correlated((2, 32, 2, 1))),
     "fewer columns than groups": (32, correlated((2, 32, 5, 3))),
     "equal channels": (16, np.repeat(correlated((2, 1, 5, 3)), 32, axis=1)),
-    "constant up to rounding": (16, np.full((2, 32, 5, 3), 0.1) * (1 + 1e-7 * correlated((2, 32, 5, 3)))),
+    "constant up to rounding": (
+        16,
+        np.full((2, 32, 5, 3), 0.1) * (1 + 1e-7 * correlated((2, 32, 5, 3))),
+    ),
     "tiny": (16, 1e-9 * correlated((2, 32, 5, 3))),
     "very tiny": (16, 1e-14 * correlated((2, 32, 5, 3))),
     "next to nothing": (16, 1e-25 * correlated((2, 32, 5, 3))),
@@ -80,26 +86,38 @@ def test_a_sample_without_variance_gives_the_bias(solver, dtype):
     for (name, (groups, array)), eps in itertools.product(CENTERED_ZERO.items(), EPS):
         layer = build(32, Setting(groups, eps=eps, solver=solver), dtype)
         x = torch.from_numpy(array).to(dtype)
-        assert torch.equal(layer(x), layer.bias.view(-1, *[1] * (x.dim() - 2)).expand_as(x)), (name, eps)
+        assert torch.equal(layer(x), layer.bias.view(-1, *[1] * (x.dim() - 2)).expand_as(x)), (
+            name,
+            eps,
+        )
 
 
 @pytest.mark.parametrize("solver", PUBLISHED)
-@pytest.mark.parametrize("name", [n for n in DEGENERATE if n not in ("tiny", "very tiny", "next to nothing")])
+@pytest.mark.parametrize(
+    "name", [n for n in DEGENERATE if n not in ("tiny", "very tiny", "next to nothing")]
+)
 def test_with_eps_degenerate_samples_still_follow_the_formula(name, solver):
     groups, x = DEGENERATE[name]
     setting = Setting(groups, eps=1e-3, solver=solver)
     layer = build(32, setting)
     expected = oracle.group_whiten(x, setting, *affine_of(layer))
-    np.testing.assert_allclose(layer(torch.from_numpy(x)).detach().numpy(), expected, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(
+        layer(torch.from_numpy(x)).detach().numpy(), expected, rtol=0, atol=1e-8
+    )
 
 
-@pytest.mark.parametrize("solver", sorted(set(SOLVERS) - {"pca"}))  # which has no derivative at equal eigenvalues
+@pytest.mark.parametrize(
+    "solver", sorted(set(SOLVERS) - {"pca"})
+)  # which has no derivative at equal eigenvalues
 @pytest.mark.parametrize("scale", [30.0, 1e3])
 def test_gradients_do_not_explode_with_equal_channels(solver, scale):
     """Half of the eigenvalues are zero up to rounding, and eps is below that; they must count as zero."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
-        half, grad = torch.randn(1, 32, 16, 16, generator=generator), torch.randn(1, 64, 16, 16, generator=generator)
+        half, grad = (
+            torch.randn(1, 32, 16, 16, generator=generator),
+            torch.randn(1, 64, 16, 16, generator=generator),
+        )
         x = (scale * half).repeat_interleave(2, 1).requires_grad_()
         gw(x, 64, solver=solver).backward(grad)
         assert x.grad.abs().max() * scale < 100
@@ -126,7 +144,11 @@ def test_eps_regularizes_float32_before_directions_are_cut(solver, largest):
     for dtype in (torch.float64, torch.float32):
         x = ill_conditioned(largest).to(dtype).requires_grad_()
         y = gw(x, 64, eps=1e-5, solver=solver)
-        y.backward(torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype))
+        y.backward(
+            torch.randn(
+                x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+            ).to(dtype)
+        )
         found.append((gram(y) if solver in ("pca", "pivoted_cholesky") else y, x.grad))
     (expected, expected_grad), (y, grad) = found
     assert error(y, expected) < 0.05

@@ -37,7 +37,9 @@ def test_single_channels_one_group_and_one_sample(solver, corr):
 
 @pytest.mark.parametrize(("width", "solver"), [(1, "newton"), (1, "zca"), (4, "standardize")])
 def test_batch_whitening_with_a_running_covariance_is_bn_in_evaluation_too(width, solver):
-    whitening = BatchWhitening2d(6, width, solver, eps=0.01, momentum=0.3, running="covariance").double()
+    whitening = BatchWhitening2d(
+        6, width, solver, eps=0.01, momentum=0.3, running="covariance"
+    ).double()
     norm = nn.BatchNorm2d(6, 0.01, 0.3).double()
     for seed in range(3):
         x = features(4, 6, 5, 3, seed=seed)

@@ -13,7 +13,9 @@ from .cases import assert_like_reference, error, gradients, layer, reference
 
 
 @pytest.mark.parametrize(
-    ("shape", "onednn"), [*((shape, True) for shape in SHAPES), ((3, 128, 50, 84), False)], ids=str
+    ("shape", "onednn"),
+    [*((shape, True) for shape in SHAPES), ((3, 128, 50, 84), False)],
+    ids=str,
 )
 def test_float32_is_within_2e_5_of_float64(shape, onednn, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
@@ -42,20 +44,26 @@ def test_means_on_both_sides_of_the_switch(deviations):
     x, dy = torch.randn(2, 4, 64, 30, 40, generator=generator)
     x += deviations * torch.randn(64, 1, 1, generator=generator).sign()
     mean, sigma = matmul.statistics(x, 64)
-    assert (matmul.large_means(mean, sigma.diagonal(dim1=1, dim2=2)) is not None) == (deviations > 2)
+    assert (matmul.large_means(mean, sigma.diagonal(dim1=1, dim2=2)) is not None) == (
+        deviations > 2
+    )
     made = layer(64)
     assert_like_reference(made, x, dy, 5e-6)
 
 
 #: y and dx are rounded to the dtype (half a unit in the last place, about eps / 4 in the mean square); the sums are not
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)]
+)
 @pytest.mark.parametrize("shape", [(2, 128, 20, 24), (40, 256, 7, 7)], ids=str)
 def test_half_precision_input_costs_no_more_than_its_own_rounding(shape, dtype, tolerance):
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(shape, generator=generator) * 2 + 1).to(dtype)
     dy = torch.randn(shape, generator=generator).to(dtype)
     made = layer(shape[1])
-    for i, (value, expected) in enumerate(zip(gradients(made, x, dy), reference(made, x, dy), strict=True)):
+    for i, (value, expected) in enumerate(
+        zip(gradients(made, x, dy), reference(made, x, dy), strict=True)
+    ):
         assert value.dtype == (dtype if i < 2 else torch.float32)
         assert error(value, expected) < (tolerance if i < 2 else 2e-5)
 
@@ -67,7 +75,9 @@ def test_parameters_in_half_precision_are_converted_before_they_multiply():
     generator = torch.Generator().manual_seed(0)
     x, sign = torch.randn(2, 2, 64, 9, 9, generator=generator).half()
     dy = sign.sign() * 4e4  # which times the weight is beyond float16, unlike its gradient
-    for value, expected in zip(gradients(made, 8 * x, dy)[:2], reference(made, 8 * x, dy)[:2], strict=True):
+    for value, expected in zip(
+        gradients(made, 8 * x, dy)[:2], reference(made, 8 * x, dy)[:2], strict=True
+    ):
         assert error(value, expected) < 1e-3
 
 
@@ -84,7 +94,9 @@ def test_however_many_samples_a_pass_has(shape, samples, monkeypatch):
     assert_like_reference(made, x, dy, 1e-12)
 
 
-@pytest.mark.skipif(not torch_private.onednn_available(), reason="oneDNN is not used on this processor")
+@pytest.mark.skipif(
+    not torch_private.onednn_available(), reason="oneDNN is not used on this processor"
+)
 @pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kept", [1, 1000, 10**7])
@@ -96,7 +108,9 @@ def test_whatever_onednn_multiplies(kept, dtype, relu, monkeypatch):
     for shape in SMALL:
         x, dy = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         made = layer(shape[1], 8)
-        for value, expected in zip(gradients(made, x, dy, relu=relu), reference(made, x, dy, relu=relu), strict=True):
+        for value, expected in zip(
+            gradients(made, x, dy, relu=relu), reference(made, x, dy, relu=relu), strict=True
+        ):
             assert error(value, expected) < (2e-5 if value.dtype == torch.float32 else 4e-3)
 
 
@@ -108,9 +122,15 @@ def test_an_expanded_gradient_and_a_sliced_input():
 
 
 @pytest.mark.parametrize(
-    ("shape", "limit"), [((2, 64, 100, 168), 1.1), ((2, 512, 25, 42), 1.1), ((512, 256, 7, 7), 1.6)], ids=str
+    ("shape", "limit"),
+    [((2, 64, 100, 168), 1.1), ((2, 512, 25, 42), 1.1), ((512, 256, 7, 7), 1.6)],
+    ids=str,
 )
 def test_little_more_is_kept_for_backward_than_by_group_norm(shape, limit):
     x = torch.randn(shape, requires_grad=True)
     ours, group_norm = layer(shape[1]), nn.GroupNorm(32, shape[1])
-    assert 0 < saved_bytes(lambda: ours(x), ours) <= limit * saved_bytes(lambda: group_norm(x), group_norm)
+    assert (
+        0
+        < saved_bytes(lambda: ours(x), ours)
+        <= limit * saved_bytes(lambda: group_norm(x), group_norm)
+    )

@@ -17,9 +17,20 @@ from .cases import error, gradients, layer, reference
 def test_the_backend_follows_solver_and_size(monkeypatch):
     monkeypatch.delenv(ENVIRONMENT_SWITCH, raising=False)
     x = torch.randn(2, 64, 5, 5)
-    assert choose_backend(x, 64) == choose_backend(x.double(), 64) == choose_backend(x.bfloat16(), 64) == "matmul"
-    assert choose_backend(x[:0], 64) == "matmul"  # torch.compile may not know whether there are any
-    assert choose_backend(x, 64, Solver("zca")) == choose_backend(x, 64, Solver(corr=True)) == "reference"
+    assert (
+        choose_backend(x, 64)
+        == choose_backend(x.double(), 64)
+        == choose_backend(x.bfloat16(), 64)
+        == "matmul"
+    )
+    assert (
+        choose_backend(x[:0], 64) == "matmul"
+    )  # torch.compile may not know whether there are any
+    assert (
+        choose_backend(x, 64, Solver("zca"))
+        == choose_backend(x, 64, Solver(corr=True))
+        == "reference"
+    )
     assert choose_backend(x, 64, Solver(num_iters=8)) == "matmul"
     assert choose_backend(x, 64, Solver(num_iters=9)) == "reference"
 
@@ -29,12 +40,18 @@ def test_a_backend_is_forced_by_the_environment_and_by_the_program(monkeypatch):
     monkeypatch.setenv(ENVIRONMENT_SWITCH, "reference")
     assert choose_backend(x, 64) == "reference"
     monkeypatch.setenv(ENVIRONMENT_SWITCH, "matmul")
-    assert choose_backend(x, 64, Solver("zca")) == choose_backend(x, 64, Solver(num_iters=9)) == "reference"
+    assert (
+        choose_backend(x, 64, Solver("zca"))
+        == choose_backend(x, 64, Solver(num_iters=9))
+        == "reference"
+    )
     with use_backend("reference"):
         assert choose_backend(x, 64) == "reference"
     assert choose_backend(x, 64) == "matmul"
     monkeypatch.setenv(ENVIRONMENT_SWITCH, "triton")
-    with pytest.raises(ConfigError, match=rf"{ENVIRONMENT_SWITCH} \('triton'\): cannot be forced"):
+    with pytest.raises(
+        ConfigError, match=rf"{ENVIRONMENT_SWITCH} \('triton'\): cannot be forced"
+    ):
         choose_backend(x, 64)
 
 
@@ -46,7 +63,9 @@ def test_functional_transforms_and_forward_mode():
     torch.testing.assert_close(torch.func.jvp(made, (x,), (tangent,))[1], expected)
     torch.testing.assert_close(torch.func.jacrev(made)(x), jacobian)
     torch.testing.assert_close(torch.func.vmap(made)(x[:, None])[:, 0], made(x))
-    torch.testing.assert_close(torch.autograd.functional.jacobian(made, x, vectorize=True), jacobian)
+    torch.testing.assert_close(
+        torch.autograd.functional.jacobian(made, x, vectorize=True), jacobian
+    )
     with forward_ad.dual_level():
         dual = forward_ad.unpack_dual(made(forward_ad.make_dual(x, tangent)))
     torch.testing.assert_close(dual.tangent, expected)
@@ -60,15 +79,24 @@ def test_the_operator_keeps_torchs_rules(affine, channels_last, relu):
     if channels_last:
         x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
     weight, bias = (torch.rand(12, requires_grad=True) if affine else None for _ in range(2))
-    torch.library.opcheck(torch.ops.gw_detectron.group_whiten, (x, weight, bias, 4, 5, 1e-5, relu, "matmul"))
+    torch.library.opcheck(
+        torch.ops.gw_detectron.group_whiten, (x, weight, bias, 4, 5, 1e-5, relu, "matmul")
+    )
     # the backward operator, which has no derivative, also with an empty batch
     x, weight = (None if tensor is None else tensor.detach() for tensor in (x, weight))
-    y, mean, sigma = torch.ops.gw_detectron.group_whiten(x, weight, bias, 4, 5, 1e-5, relu, "matmul")
+    y, mean, sigma = torch.ops.gw_detectron.group_whiten(
+        x, weight, bias, 4, 5, 1e-5, relu, "matmul"
+    )
     y = y.detach() if relu else None
     arguments = (torch.randn_like(x), y, x, mean.detach(), sigma.detach(), weight, 5, "matmul")
-    for part in (arguments, [each[:0] if i < 5 and each is not None else each for i, each in enumerate(arguments)]):
+    for part in (
+        arguments,
+        [each[:0] if i < 5 and each is not None else each for i, each in enumerate(arguments)],
+    ):
         checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(torch.ops.gw_detectron.group_whiten_backward, tuple(part), test_utils=checks)
+        torch.library.opcheck(
+            torch.ops.gw_detectron.group_whiten_backward, tuple(part), test_utils=checks
+        )
 
 
 @pytest.mark.parametrize("relu", [True, False])
@@ -98,9 +126,13 @@ def test_a_compiled_network_does_not_copy_activations_for_it(monkeypatch):
             return original(*arguments)
 
         monkeypatch.setattr(op.matmul, name, record)
-    net = torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3), layer(32, 16), torch.nn.Conv2d(32, 8, 3))
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(16, 32, 3), layer(32, 16), torch.nn.Conv2d(32, 8, 3)
+    )
     torch.compile(net, fullgraph=True)(torch.randn(2, 16, 12, 10)).sum().backward()
-    assert len(taken) == 3 and all(t.is_contiguous(memory_format=torch.channels_last) for t in taken)
+    assert len(taken) == 3 and all(
+        t.is_contiguous(memory_format=torch.channels_last) for t in taken
+    )
 
 
 @pytest.mark.parametrize("chosen", [[1, 0, 1], [0, 0, 0]], ids=str)
@@ -142,7 +174,10 @@ def test_fvcore_counts_the_products():
 def test_gradients_that_are_differentiated_again_stop_at_the_layer(relu):
     """Weight and input may depend on each other: in a layer used twice, or with parameters computed from the input."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(2, 4, 5, generator=generator), *torch.randn(2, 4, generator=generator)]
+    tensors = [
+        torch.randn(2, 4, 5, generator=generator),
+        *torch.randn(2, 4, generator=generator),
+    ]
     tensors = [tensor.double().requires_grad_() for tensor in tensors]
 
     def whiten(x, weight, bias):
@@ -171,5 +206,7 @@ def test_only_some_gradients_are_wanted(wanted):
     made.weight.requires_grad_("weight" in wanted)
     made.bias.requires_grad_("bias" in wanted)
     tensors = {"x": x, "weight": made.weight, "bias": made.bias}
-    for name, value in zip(wanted, torch.autograd.grad(made(x), [tensors[n] for n in wanted], dy), strict=True):
+    for name, value in zip(
+        wanted, torch.autograd.grad(made(x), [tensors[n] for n in wanted], dy), strict=True
+    ):
         assert error(value, expected[name]) < 1e-12

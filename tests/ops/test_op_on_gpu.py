@@ -14,7 +14,8 @@ DEVICE = "cuda"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not triton_kernels.supported(torch.empty(1, 8, 2, 2, device=DEVICE), 8),
+        not torch.cuda.is_available()
+        or not triton_kernels.supported(torch.empty(1, 8, 2, 2, device=DEVICE), 8),
         reason="there is no NVIDIA GPU from Ampere on, or no Triton",
     ),
 ]
@@ -32,7 +33,10 @@ def float32_is_float32():
 def inputs(shape, dtype=torch.float32, memory_format=torch.contiguous_format):
     """Return x, with a mean, and dy."""
     generator = torch.Generator().manual_seed(0)
-    pair = (torch.randn(shape, generator=generator) * 2 + 1, torch.randn(shape, generator=generator))
+    pair = (
+        torch.randn(shape, generator=generator) * 2 + 1,
+        torch.randn(shape, generator=generator),
+    )
     return [tensor.to(DEVICE, dtype, memory_format=memory_format) for tensor in pair]
 
 
@@ -40,9 +44,13 @@ def on_device(channels, groups=64, **options):
     return layer(channels, groups, **options).to(DEVICE)
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.float32, 2e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str
+    "memory_format", [torch.contiguous_format, torch.channels_last], ids=str
+)
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [(torch.float32, 2e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
+    ids=str,
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_y_and_gradients_are_those_of_float64(shape, dtype, limit, memory_format):
@@ -55,13 +63,22 @@ def test_y_and_gradients_are_those_of_float64(shape, dtype, limit, memory_format
         assert error(value, expected) < limit
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str
+    "memory_format", [torch.contiguous_format, torch.channels_last], ids=str
+)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
+    ids=str,
 )
 @pytest.mark.parametrize(
     ("shape", "groups"),
-    [((2, 256, 50, 84), 64), ((256, 256, 7, 7), 64), ((512, 128, 3, 5), 128), ((512, 130, 1, 2), 65)],
+    [
+        ((2, 256, 50, 84), 64),
+        ((256, 256, 7, 7), 64),
+        ((512, 128, 3, 5), 128),
+        ((512, 130, 1, 2), 65),
+    ],
     ids=str,
 )
 def test_its_relu_is_the_same_as_one_behind_it(shape, groups, dtype, tolerance, memory_format):
@@ -76,7 +93,9 @@ def test_its_relu_is_the_same_as_one_behind_it(shape, groups, dtype, tolerance, 
 
 
 @pytest.mark.parametrize("size", [(400, 672), (800, 1344)], ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str
+)
 def test_autocast_and_a_gradient_scaler_on_large_maps(dtype, tolerance, size):
     """A sum over so many positions leaves float16's range: the statistics must be computed in float32."""
     conv, made = torch.nn.Conv2d(3, 64, 3, padding=1).to(DEVICE), on_device(64)
@@ -90,13 +109,17 @@ def test_autocast_and_a_gradient_scaler_on_large_maps(dtype, tolerance, size):
         loss = y.float().square().mean()
     assert x.dtype == y.dtype == dtype
     with torch.no_grad():
-        expected = group_whiten(x.double(), 64, weight=made.weight.double(), bias=made.bias.double())
+        expected = group_whiten(
+            x.double(), 64, weight=made.weight.double(), bias=made.bias.double()
+        )
     assert error(y, expected) < tolerance
     scaler.scale(loss).backward()
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
-    assert scaler.get_scale() >= scale  # no gradient was infinite or NaN, which would halve it and skip the step
+    assert (
+        scaler.get_scale() >= scale
+    )  # no gradient was infinite or NaN, which would halve it and skip the step
     assert not torch.equal(made.weight, before)
 
 
@@ -130,7 +153,9 @@ def test_a_cuda_graph_replays_forward_and_backward():
         x.copy_(3 * x.flip(0) - 1)
     graph.replay()
     expected = gradients(made, x.detach(), dy)
-    for value, wanted in zip((y, x.grad, made.weight.grad, made.bias.grad), expected, strict=True):
+    for value, wanted in zip(
+        (y, x.grad, made.weight.grad, made.bias.grad), expected, strict=True
+    ):
         assert torch.equal(value, wanted)
 
 

@@ -6,7 +6,11 @@ import torch
 
 from gw_detectron.layers import SOLVERS, Solver
 from gw_detectron.ops.solvers.cholesky import pivoted_cholesky_whitening
-from gw_detectron.ops.solvers.eigen import zca_entropy_inverse_sqrt, zca_inverse_sqrt, zca_max_inverse_sqrt
+from gw_detectron.ops.solvers.eigen import (
+    zca_entropy_inverse_sqrt,
+    zca_inverse_sqrt,
+    zca_max_inverse_sqrt,
+)
 
 from . import solver_oracle as oracle
 from .test_solvers import assert_relatively_close, spectrum, symmetrized_gradient
@@ -35,9 +39,19 @@ SPREAD = [5.0, 3.0, 0.8, 0.012, 0.004, 0.001]
 THRESHOLDED = {
     "max, theta = c lambda_1": (lambda s: zca_max_inverse_sqrt(s, 0.1, 0.0), "max", 0.1, 0.0),
     "max, eps below theta": (lambda s: zca_max_inverse_sqrt(s, 0.1, 0.05), "max", 0.1, 0.05),
-    "max, eps above theta": (lambda s: zca_max_inverse_sqrt(s, 0.001, 0.05), "max", 0.001, 0.05),
+    "max, eps above theta": (
+        lambda s: zca_max_inverse_sqrt(s, 0.001, 0.05),
+        "max",
+        0.001,
+        0.05,
+    ),
     "entropy": (lambda s: zca_entropy_inverse_sqrt(s, 0.0), "entropy", 0.0, 0.0),
-    "entropy, eps above theta": (lambda s: zca_entropy_inverse_sqrt(s, 1.5), "entropy", 0.0, 1.5),
+    "entropy, eps above theta": (
+        lambda s: zca_entropy_inverse_sqrt(s, 1.5),
+        "entropy",
+        0.0,
+        1.5,
+    ),
     "nothing raised": (lambda s: zca_max_inverse_sqrt(s, 1e-5, 0.0), "max", 1e-5, 0.0),
 }
 
@@ -53,7 +67,9 @@ def test_thresholded_gradient_is_algorithm_6(case):
 
 def test_replaced_pivots_and_their_gradient():
     base = torch.from_numpy(spectrum(SPREAD))
-    replaced = (torch.from_numpy(oracle.pivoted_cholesky(base.numpy(), 0.0)).square().sum(1) > 1 / 0.02).sum()
+    replaced = (
+        torch.from_numpy(oracle.pivoted_cholesky(base.numpy(), 0.0)).square().sum(1) > 1 / 0.02
+    ).sum()
     assert 0 < replaced < 6
 
     def whitening_matrix(change):
@@ -71,19 +87,33 @@ def test_large_and_small_variances_keep_their_gradient_in_float32():
         sigma = spectrum([1.0, 2.0, 3.0, 5.0]) * scale
         grad = np.random.default_rng(1).normal(size=sigma.shape) * scale**0.5
         expected = symmetrized_gradient(zca_inverse_sqrt, sigma, grad)
-        found = symmetrized_gradient(zca_inverse_sqrt, sigma.astype(np.float32), grad.astype(np.float32))
+        found = symmetrized_gradient(
+            zca_inverse_sqrt, sigma.astype(np.float32), grad.astype(np.float32)
+        )
         assert_relatively_close(found, expected, 1e-4)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "svd"}, r"solver \('svd'\): unknown solver. Fix: choose one of \['cholesky', 'newton', 'pca'"),
-        ({"num_iters": -1}, r"num_iters \(-1\): expected an integer of at least 0. Fix: try num_iters=5"),
+        (
+            {"name": "svd"},
+            r"solver \('svd'\): unknown solver. Fix: choose one of \['cholesky', 'newton', 'pca'",
+        ),
+        (
+            {"num_iters": -1},
+            r"num_iters \(-1\): expected an integer of at least 0. Fix: try num_iters=5",
+        ),
         ({"eps": float("nan")}, r"eps \(nan\): expected a finite number of at least 0"),
         ({"eps": "1e-5"}, r"eps \('1e-5'\): expected a number, got str"),
-        ({"name": "zca_max", "threshold": 1.5}, r"threshold \(1.5\): expected a finite number from 0 to 1"),
-        ({"name": "zca", "threshold": 0.1}, r"threshold \(0.1\): the solver 'zca' does not read it\. .*'zca_max'"),
+        (
+            {"name": "zca_max", "threshold": 1.5},
+            r"threshold \(1.5\): expected a finite number from 0 to 1",
+        ),
+        (
+            {"name": "zca", "threshold": 0.1},
+            r"threshold \(0.1\): the solver 'zca' does not read it\. .*'zca_max'",
+        ),
     ],
     ids=str,
 )
@@ -101,15 +131,22 @@ def test_a_second_derivative_is_refused_instead_of_wrong(solver):
     covariance = torch.from_numpy(random_spd(4)).requires_grad_()
     (gradient,) = torch.autograd.grad(hard(covariance, solver), covariance, create_graph=True)
     assert gradient.isfinite().all()
-    with pytest.raises(NotImplementedError, match="only 'newton' and 'standardize' have second derivatives. Fix: "):
+    with pytest.raises(
+        NotImplementedError,
+        match="only 'newton' and 'standardize' have second derivatives. Fix: ",
+    ):
         torch.autograd.grad(gradient.sum(), covariance)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
 def test_torch_func_and_meta_tensors(solver):
-    covariances = torch.from_numpy(np.stack([random_spd(4, seed) for seed in (0, 2, 4)])).requires_grad_()
+    covariances = torch.from_numpy(
+        np.stack([random_spd(4, seed) for seed in (0, 2, 4)])
+    ).requires_grad_()
     (expected,) = torch.autograd.grad(hard(covariances, solver), covariances)
-    found = torch.func.vmap(torch.func.grad(hard), in_dims=(0, None))(covariances.detach(), solver)
+    found = torch.func.vmap(torch.func.grad(hard), in_dims=(0, None))(
+        covariances.detach(), solver
+    )
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     assert Solver(solver)(covariances.to("meta")).shape == covariances.shape

@@ -53,13 +53,17 @@ def test_newton_equals_the_equations(name, iters):
     sigma = spectrum((DISTINCT | REPEATED)[name])
     grad = np.random.default_rng(1).normal(size=sigma.shape)
     assert_relatively_close(
-        newton_inverse_sqrt(torch.from_numpy(sigma), iters).numpy(), oracle.newton(sigma, iters), 1e-10
+        newton_inverse_sqrt(torch.from_numpy(sigma), iters).numpy(),
+        oracle.newton(sigma, iters),
+        1e-10,
     )
     expected = oracle.newton_backward(grad, sigma, iters)
     expected = 0.5 * (expected + expected.T)
     measured = symmetrized_gradient(lambda s: newton_inverse_sqrt(s, iters), sigma, grad)
     assert_relatively_close(measured, expected, 1e-9)
-    whitening, measured = newton_backward(torch.from_numpy(sigma)[None], torch.from_numpy(grad)[None], iters)
+    whitening, measured = newton_backward(
+        torch.from_numpy(sigma)[None], torch.from_numpy(grad)[None], iters
+    )
     assert_relatively_close(whitening[0].numpy(), oracle.newton(sigma, iters), 1e-10)
     assert_relatively_close(measured[0].numpy(), expected, 1e-9)
 
@@ -80,6 +84,12 @@ def test_zca_equals_the_equations(name):
     """The published backward divides by eigenvalue gaps; at equal ones the oracle solves a Lyapunov equation."""
     sigma = spectrum((DISTINCT | REPEATED)[name])
     grad = np.random.default_rng(1).normal(size=sigma.shape)
-    assert_relatively_close(zca_inverse_sqrt(torch.from_numpy(sigma)).numpy(), oracle.zca(sigma), 1e-10)
-    expected = (oracle.zca_backward if name in DISTINCT else oracle.lyapunov_backward)(grad, sigma)
-    assert_relatively_close(symmetrized_gradient(zca_inverse_sqrt, sigma, grad), 0.5 * (expected + expected.T), 1e-9)
+    assert_relatively_close(
+        zca_inverse_sqrt(torch.from_numpy(sigma)).numpy(), oracle.zca(sigma), 1e-10
+    )
+    expected = (oracle.zca_backward if name in DISTINCT else oracle.lyapunov_backward)(
+        grad, sigma
+    )
+    assert_relatively_close(
+        symmetrized_gradient(zca_inverse_sqrt, sigma, grad), 0.5 * (expected + expected.T), 1e-9
+    )

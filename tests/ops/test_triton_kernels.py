@@ -30,7 +30,11 @@ from gw_detectron.ops.group_whitening import triton as triton_kernels
 from gw_detectron.ops.group_whitening.triton import launch
 from gw_detectron.ops.group_whitening.triton import newton as write_newton
 from gw_detectron.ops.group_whitening.triton.compiler import triton
-from gw_detectron.ops.group_whitening.triton.gradients import apply_backward, grad_products, matrix_gradients
+from gw_detectron.ops.group_whitening.triton.gradients import (
+    apply_backward,
+    grad_products,
+    matrix_gradients,
+)
 from gw_detectron.ops.group_whitening.triton.newton import in_registers, operands
 from gw_detectron.ops.group_whitening.triton.whitening import apply
 from gw_detectron.ops.group_whitening.triton.whitening import statistics as write_statistics
@@ -62,7 +66,12 @@ SHAPES = [
     ((2, 64, 6, 11), 64),
     ((1, 192, 3, 3), 96),
 ]
-CHANNELS_LAST = [((2, 32, 13, 31), 16), ((2, 48, 5, 7), 16), ((2, 64, 6, 11), 64), ((2, 24, 3, 5), 8)]
+CHANNELS_LAST = [
+    ((2, 32, 13, 31), 16),
+    ((2, 48, 5, 7), 16),
+    ((2, 64, 6, 11), 64),
+    ((2, 24, 3, 5), 8),
+]
 DTYPES = [FP32, FP16, BF16]
 
 
@@ -81,25 +90,34 @@ def small_splits(monkeypatch, request):
 class Sample:
     """Arguments of the kernels, and the expected values in float64."""
 
-    def __init__(self, shape, groups, dtype=FP32, channels_last=False, affine=True, relu=False, seed=0):
+    def __init__(
+        self, shape, groups, dtype=FP32, channels_last=False, affine=True, relu=False, seed=0
+    ):
         self.groups, self.dtype = groups, dtype
         channels = shape[1]
         rng = np.random.default_rng(seed)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         x, dy = (torch.from_numpy(correlated(shape, seed + i)) for i in (1, 2))
-        self.x, self.dy = (t.to(DEVICE, dtype).contiguous(memory_format=memory_format) for t in (x, dy))
+        self.x, self.dy = (
+            t.to(DEVICE, dtype).contiguous(memory_format=memory_format) for t in (x, dy)
+        )
         self.weight = self._vector(rng, channels) if affine else None
         self.bias = self._vector(rng, channels) if affine else None
         n = shape[0]
         self.y = (self.x - self.x.float().mean()).relu().to(dtype) if relu else None
         masked_dy = self.dy if self.y is None else self.dy * (self.y > 0)
-        self.x_g, self.dy_g = (t.double().cpu().reshape(n, groups, channels // groups, -1) for t in (self.x, masked_dy))
+        self.x_g, self.dy_g = (
+            t.double().cpu().reshape(n, groups, channels // groups, -1)
+            for t in (self.x, masked_dy)
+        )
         self.mean = self.x_g.mean((2, 3))
         self.x_c = self.x_g - self.mean[..., None, None]
         columns = self.x_c.flatten(2)
         self.sigma = columns @ columns.mT / columns.shape[-1] + 1e-5 * torch.eye(groups)
         matrices = torch.from_numpy(rng.normal(size=(2, n, groups, groups)))
-        self.whitening, self.slope = matrices + matrices.mT  # of the Newton iteration: symmetric
+        self.whitening, self.slope = (
+            matrices + matrices.mT
+        )  # of the Newton iteration: symmetric
         self.shift = torch.from_numpy(rng.normal(size=(n, groups)))
 
     @staticmethod
@@ -116,13 +134,21 @@ class Sample:
     def input_gradient(self, out, dy=None, mean=None):
         """Run the kernel with the gradients for which dX = W (weight * dY - shift) + slope (X - mean)."""
         columns = self.x_g[0, 0].numel()
-        mean, sigma, whitening = self.given(self.mean if mean is None else mean, self.sigma, self.whitening)
+        mean, sigma, whitening = self.given(
+            self.mean if mean is None else mean, self.sigma, self.whitening
+        )
         grad_sigma, grad_mean = self.given(self.slope * columns / 2, self.shift * columns)
-        grad = torch.cat([torch.full_like(grad_sigma, torch.nan), grad_mean[:, None]], 1)  # the last row alone is read
+        grad = torch.cat(
+            [torch.full_like(grad_sigma, torch.nan), grad_mean[:, None]], 1
+        )  # the last row alone is read
         scaled = self.dy_g * self.per_channel(self.weight, 1.0)
-        (largest,) = self.given(torch.maximum(scaled.abs().amax((1, 2, 3)), self.shift.abs().amax(1)))
+        (largest,) = self.given(
+            torch.maximum(scaled.abs().amax((1, 2, 3)), self.shift.abs().amax(1))
+        )
         dy = self.dy if dy is None else dy
-        apply_backward(self.x, mean, sigma, dy, self.weight, whitening, grad_sigma, grad, largest, out)
+        apply_backward(
+            self.x, mean, sigma, dy, self.weight, whitening, grad_sigma, grad, largest, out
+        )
 
 
 def statistics(x, groups, eps=0.0):
@@ -144,8 +170,13 @@ def newton_backward(sigma, grad, num_iters):
     if kept is not None:
         write_newton(sigma, num_iters, whitening, kept)
     grad = torch.nn.functional.pad(grad, (0, 0, 0, 1))
-    products, of_parameters = torch.zeros(1, *grad.shape, device=DEVICE), torch.empty(2, groups, device=DEVICE)
-    return whitening, matrix_gradients(products, whitening, *of_parameters, sigma, grad, num_iters, kept)
+    products, of_parameters = (
+        torch.zeros(1, *grad.shape, device=DEVICE),
+        torch.empty(2, groups, device=DEVICE),
+    )
+    return whitening, matrix_gradients(
+        products, whitening, *of_parameters, sigma, grad, num_iters, kept
+    )
 
 
 def relative_error(actual, expected):
@@ -192,7 +223,10 @@ def check_newton_of_a_singular_covariance():
     expected = newton_inverse_sqrt(sigma, 8)
     (expected_grad,) = torch.autograd.grad(expected, sigma, torch.ones_like(sigma))
     sigma = sigma.detach().to(DEVICE, FP32)
-    assert relative_error(newton_backward(sigma, torch.ones_like(sigma), 8)[1], expected_grad) < 1e-3
+    assert (
+        relative_error(newton_backward(sigma, torch.ones_like(sigma), 8)[1], expected_grad)
+        < 1e-3
+    )
     assert newton_backward(sigma, torch.ones_like(sigma), 20)[1].isfinite().all()
 
 
@@ -205,7 +239,9 @@ def check_float32_of_any_magnitude(scale):
     x[0, 0, 0, 0] *= 1e3
     y, mean, sigma = triton_kernels.forward(x, sample.weight, sample.bias, 16, 5, eps, False)
     results = y, *triton_kernels.backward(dy, None, x, mean, sigma, sample.weight, 5)
-    x, dy, weight, bias = (t.double().cpu().numpy() for t in (x, dy, sample.weight, sample.bias))
+    x, dy, weight, bias = (
+        t.double().cpu().numpy() for t in (x, dy, sample.weight, sample.bias)
+    )
     expected = [oracle.group_whiten(x, Setting(16, eps=eps), weight, bias)]
     expected += oracle.group_whiten_backward(x, dy, Setting(16, eps=eps), weight)
     for actual, wanted in zip(results, expected, strict=True):
@@ -285,7 +321,9 @@ def check_newton_and_its_gradient(g, num_iters, scale):
 
 def check_newton_of_nothing_and_of_nan():
     """No variance gives zero and a zero gradient; NaN stays in its sample."""
-    sigma = torch.stack([torch.zeros(16, 16), 1e-25 * torch.eye(16), torch.eye(16), torch.eye(16)])
+    sigma = torch.stack(
+        [torch.zeros(16, 16), 1e-25 * torch.eye(16), torch.eye(16), torch.eye(16)]
+    )
     sigma[2, 3, 5] = torch.nan
     sigma[2, 4, 4] = torch.nan
     sigma = sigma.to(DEVICE)
@@ -307,27 +345,38 @@ def check_apply(shape, groups, dtype, channels_last, affine, relu):
     mean, sigma, whitening = sample.given(sample.mean, sample.sigma, sample.whitening)
     apply(sample.x, mean, sigma, whitening, sample.weight, sample.bias, relu, out=y)
     expected = torch.einsum("nrk,nkjp->nrjp", sample.whitening, sample.x_c)
-    expected = expected * sample.per_channel(sample.weight, 1.0) + sample.per_channel(sample.bias, 0.0)
+    expected = expected * sample.per_channel(sample.weight, 1.0) + sample.per_channel(
+        sample.bias, 0.0
+    )
     assert relative_error(y, expected.relu() if relu else expected) < TOLERANCE[dtype]
 
 
 @cases()
 @pytest.mark.parametrize(("affine", "relu"), [(True, False), (False, False), (True, True)])
-def check_grad_products_and_the_parameters_gradients(shape, groups, dtype, channels_last, affine, relu):
+def check_grad_products_and_the_parameters_gradients(
+    shape, groups, dtype, channels_last, affine, relu
+):
     sample = Sample(shape, groups, dtype, channels_last, affine, relu)
     mean, sigma, whitening = sample.given(sample.mean, sample.sigma, sample.whitening)
     masked = torch.full_like(sample.x, 7)
     arguments = sample.x, mean, sample.dy, sample.weight, sample.y
     products, grad, largest = found = grad_products(*arguments, masked)
     again = grad_products(*arguments, masked.clone())
-    assert torch.equal(masked, torch.where(sample.y > 0, sample.dy, 0) if relu else torch.full_like(masked, 7))
-    assert all(one is None or torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    assert torch.equal(
+        masked, torch.where(sample.y > 0, sample.dy, 0) if relu else torch.full_like(masked, 7)
+    )
+    assert all(
+        one is None or torch.equal(one, other) for one, other in zip(found, again, strict=True)
+    )
     # relative to the lengths of the factors: a single column may be its own mean
     scale = sample.per_channel(sample.weight, 1.0)[..., 0].T[:, None, :, None]
     expected = torch.einsum("nrjp,nkjp->jnrk", sample.dy_g, sample.x_c)
     expected_sums = sample.dy_g.sum(-1).permute(2, 0, 1)
     length = sample.dy_g.norm() * sample.x_g.norm()
-    for actual, wanted in ((products[:, :, :-1], expected), (grad[:, :-1], (expected * scale).sum(0))):
+    for actual, wanted in (
+        (products[:, :, :-1], expected),
+        (grad[:, :-1], (expected * scale).sum(0)),
+    ):
         assert (actual.double().cpu() - wanted).abs().max() < TOLERANCE[dtype] * length
     assert relative_error(products[:, :, -1], expected_sums) < TOLERANCE[FP32]
     assert relative_error(grad[:, -1], (expected_sums * scale[..., 0]).sum(0)) < TOLERANCE[FP32]
@@ -335,11 +384,15 @@ def check_grad_products_and_the_parameters_gradients(shape, groups, dtype, chann
         scaled = sample.dy_g * sample.per_channel(sample.weight, 1.0)
         assert relative_error(largest, scaled.abs().amax((1, 2, 3))) < 1e-6
     dweight, dbias = (torch.empty(shape[1], device=DEVICE) for _ in range(2))
-    kept = operands(sigma, groups, 5) if in_registers(groups, 5) else None  # None: whitening is written, too
+    kept = (
+        operands(sigma, groups, 5) if in_registers(groups, 5) else None
+    )  # None: whitening is written, too
     matrix_gradients(products, whitening, dweight, dbias, sigma, grad, 5, kept)
     whitening = whitening.double().cpu()
     expected_dweight = (expected * whitening).sum((1, 3)).T.flatten()
-    assert (dweight.double().cpu() - expected_dweight).abs().max() < TOLERANCE[dtype] * length * whitening.norm()
+    assert (dweight.double().cpu() - expected_dweight).abs().max() < TOLERANCE[
+        dtype
+    ] * length * whitening.norm()
     assert relative_error(dbias, expected_sums.sum(1).T.flatten()) < TOLERANCE[FP32]
 
 
@@ -349,7 +402,9 @@ def check_apply_backward(shape, groups, dtype, channels_last, affine, in_place):
     sample = Sample(shape, groups, dtype, channels_last, affine)
     dx = sample.dy.clone() if in_place else torch.empty_like(sample.x)
     sample.input_gradient(dx, dx if in_place else None)
-    scaled = sample.dy_g * sample.per_channel(sample.weight, 1.0) - sample.shift[..., None, None]
+    scaled = (
+        sample.dy_g * sample.per_channel(sample.weight, 1.0) - sample.shift[..., None, None]
+    )
     expected = torch.einsum("nrk,nkjp->nrjp", sample.whitening, scaled)
     expected = expected + torch.einsum("nrk,nkjp->nrjp", sample.slope, sample.x_c)
     assert relative_error(dx, expected) < TOLERANCE[dtype]
@@ -371,7 +426,9 @@ def check_mixed_memory_formats():
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize(("shape", "groups"), [((2, 12, 5, 7), 6), ((1, 96, 3, 3), 96)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((2, 12, 5, 7), 6), ((1, 96, 3, 3), 96)], ids=str
+)
 def check_nothing_beside_the_tensors_is_read_or_written(shape, groups, channels_last):
     """The tensors lie in the middle of larger ones that hold NaN."""
     sample = Sample(shape, groups)
@@ -379,7 +436,9 @@ def check_nothing_beside_the_tensors_is_read_or_written(shape, groups, channels_
 
     def inside(values=None):
         n, c, h, w = shape
-        frame = torch.full((n + 2, c + 16, h, w), torch.nan, device=DEVICE).contiguous(memory_format=memory_format)
+        frame = torch.full((n + 2, c + 16, h, w), torch.nan, device=DEVICE).contiguous(
+            memory_format=memory_format
+        )
         part = frame[1:-1, 8:-8]
         if values is not None:
             part.copy_(values)
@@ -414,10 +473,17 @@ def check_half_precision_does_not_overflow(dtype):
 
 def check_float16_where_a_large_common_part_cancels():
     """Centered values are not float16; their rounding to one would be 5 times that of the result."""
-    common, own = torch.randn((2, 33, 2, 9, 31), generator=torch.Generator().manual_seed(0)).split([1, 32], 1)
+    common, own = torch.randn(
+        (2, 33, 2, 9, 31), generator=torch.Generator().manual_seed(0)
+    ).split([1, 32], 1)
     x = (30 * common + own)[:, :, 0].to(DEVICE, FP16)
     y, *_ = triton_kernels.forward(x, None, None, 32, 5, 1e-5, False)
-    assert relative_error(y, torch.from_numpy(oracle.group_whiten(x.double().cpu().numpy(), Setting(32)))) < 1e-3
+    assert (
+        relative_error(
+            y, torch.from_numpy(oracle.group_whiten(x.double().cpu().numpy(), Setting(32)))
+        )
+        < 1e-3
+    )
 
 
 def check_a_tensor_that_does_not_collapse_is_refused():
@@ -439,19 +505,25 @@ def check_more_than_32_bits_reach_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize(("shape", "groups"), [((2, 32, 9, 7), 16), ((2, 64, 5, 13), 64)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((2, 32, 9, 7), 16), ((2, 64, 5, 13), 64)], ids=str
+)
 def check_the_whole_layer_follows_the_papers(shape, groups, channels_last, relu):
     """Algorithms 1 and 2 of the supplement, in numpy."""
     sample = Sample(shape, groups, channels_last=channels_last)
     setting = Setting(groups)
     x, weight = sample.x, sample.weight
     solution = triton_kernels.solution_for(x, groups, setting.iters)
-    y, mean, sigma = triton_kernels.forward(x, weight, sample.bias, groups, setting.iters, setting.eps, relu, solution)
+    y, mean, sigma = triton_kernels.forward(
+        x, weight, sample.bias, groups, setting.iters, setting.eps, relu, solution
+    )
     given = sample.dy, y if relu else None, x, mean, sigma, weight, setting.iters
     results = (y, *triton_kernels.backward(*given, solution))
     if INTERPRETED:
         assert all(map(torch.equal, results[1:], triton_kernels.backward(*given)))
-    x, dy, weight, bias = (t.double().cpu().numpy() for t in (x, sample.dy, weight, sample.bias))
+    x, dy, weight, bias = (
+        t.double().cpu().numpy() for t in (x, sample.dy, weight, sample.bias)
+    )
     y = oracle.group_whiten(x, setting, weight, bias)
     if relu:
         y, dy = np.maximum(y, 0), np.where(y > 0, dy, 0)
@@ -482,13 +554,19 @@ def run(arguments, **environment):
 
 needs_triton = pytest.mark.skipif(triton is None, reason="Triton 3.3 or newer is not installed")
 #: a few seconds of checks: every kernel, both memory formats, a fused ReLU
-SAMPLE = "newton_of_nothing or constant_rows or mixed_memory_formats or (whole_layer and 9 and relu)"
+SAMPLE = (
+    "newton_of_nothing or constant_rows or mixed_memory_formats or (whole_layer and 9 and relu)"
+)
 
 
 @needs_triton
 @pytest.mark.parametrize(
     "keyword",
-    [SAMPLE, pytest.param("newton", marks=pytest.mark.slow), pytest.param("not newton", marks=pytest.mark.slow)],
+    [
+        SAMPLE,
+        pytest.param("newton", marks=pytest.mark.slow),
+        pytest.param("not newton", marks=pytest.mark.slow),
+    ],
 )
 def test_the_kernels_in_the_interpreter(keyword):
     run_checks(keyword, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
@@ -501,14 +579,22 @@ def test_the_layers_tests_in_the_interpreter(module):
     """Run the tests of operation and layer there, which take these kernels for all dtypes but float64."""
     too_slow_there = "stem_size or (equal_channels and 30.0)"
     (file,) = TESTS.glob(f"*/{module}.py")
-    run(["-k", f"not (float64 or {too_slow_there})", str(file)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    run(
+        ["-k", f"not (float64 or {too_slow_there})", str(file)],
+        TRITON_INTERPRET="1",
+        CUDA_VISIBLE_DEVICES="",
+    )
 
 
 @needs_triton
 @pytest.mark.slow
 def test_the_layer_compiles_in_one_graph_in_the_interpreter():
     file = TESTS / "ops" / "test_op.py"
-    run(["-k", "compiles_in_one_graph", str(file)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    run(
+        ["-k", "compiles_in_one_graph", str(file)],
+        TRITON_INTERPRET="1",
+        CUDA_VISIBLE_DEVICES="",
+    )
 
 
 @pytest.mark.gpu
@@ -564,15 +650,25 @@ def test_a_missing_c_compiler_is_named():
 
     class Kernel:
         def __getitem__(self, grid):
-            raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+            raise RuntimeError(
+                "Failed to find C compiler. Please specify via CC environment variable"
+            )
 
-    with pytest.raises(MissingPackageError, match="finds no C compiler.* Fix: install gcc, or set .*KERNELS=matmul"):
+    with pytest.raises(
+        MissingPackageError,
+        match="finds no C compiler.* Fix: install gcc, or set .*KERNELS=matmul",
+    ):
         launch.Launch(Kernel(), (1, 1), torch.empty(1), 4, 2, {}).run()
 
 
 @pytest.mark.parametrize(
     ("dtype", "allowed", "expected"),
-    [(FP32, False, "tf32x3"), (FP32, True, "tf32"), (FP16, False, "tf32"), (BF16, False, "tf32")],
+    [
+        (FP32, False, "tf32x3"),
+        (FP32, True, "tf32"),
+        (FP16, False, "tf32"),
+        (BF16, False, "tf32"),
+    ],
     ids=str,
 )
 def test_float32_is_multiplied_in_tf32_alone_where_the_user_allows_it(dtype, allowed, expected):
@@ -595,14 +691,28 @@ def compile_for(monkeypatch, tmp_path_factory):
 
     def compile_for(capability, x, groups, relu, only=""):
         monkeypatch.setattr(launch, "is_hopper", lambda x: capability == 90)
-        launches = [each for each in layer_launches(x, groups, relu=relu) if only in each.kernel.fn.__name__]
+        launches = [
+            each
+            for each in layer_launches(x, groups, relu=relu)
+            if only in each.kernel.fn.__name__
+        ]
         return [compile_launch(each, capability) for each in launches]
 
     return compile_for
 
 
 NEWTON, TANGENTS = "newton_in_registers", "matrix_gradients"
-KERNELS = ["moments", "merge", NEWTON, "apply", "products", "reduce", NEWTON, TANGENTS, "apply_backward"]
+KERNELS = [
+    "moments",
+    "merge",
+    NEWTON,
+    "apply",
+    "products",
+    "reduce",
+    NEWTON,
+    TANGENTS,
+    "apply_backward",
+]
 
 
 def test_a_kernel_compiles_without_a_gpu(compile_for):
@@ -617,12 +727,18 @@ MAPS = [((16, 64, 200, 336), CONTIGUOUS), ((16, 256, 7, 7), CONTIGUOUS)]
 ON_HOPPER = [*MAPS, ((16, 128, 200, 336), CONTIGUOUS), ((2, 256, 200, 336), LAST)]
 COMPILED = [(90, 227, dtype, *row) for dtype in (FP32, BF16) for row in ON_HOPPER]
 #: capability and KiB of shared memory, of the CUDA programming guide; float32 takes most
-COMPILED += [(*gpu, FP32, *row) for gpu in ((80, 163), (86, 99), (120, 99)) for row in (*MAPS, ((16, 256, 7, 7), LAST))]
+COMPILED += [
+    (*gpu, FP32, *row)
+    for gpu in ((80, 163), (86, 99), (120, 99))
+    for row in (*MAPS, ((16, 256, 7, 7), LAST))
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize(("capability", "shared", "dtype", "shape", "memory_format"), COMPILED, ids=str)
+@pytest.mark.parametrize(
+    ("capability", "shared", "dtype", "shape", "memory_format"), COMPILED, ids=str
+)
 def test_kernels_keep_to_registers_and_shared_memory(
     compile_for, capability, shared, dtype, shape, memory_format, relu
 ):
@@ -634,13 +750,26 @@ def test_kernels_keep_to_registers_and_shared_memory(
         assert each.registers > 16, f"{each.kernel} was optimized away"
         assert each.shared <= shared * 1024, f"{each.kernel} takes {each.shared} bytes"
         if capability == 90:
-            assert each.stack <= (512 if each.kernel == TANGENTS else 0), f"{each.kernel} spills {each.stack} bytes"
+            assert each.stack <= (512 if each.kernel == TANGENTS else 0), (
+                f"{each.kernel} spills {each.stack} bytes"
+            )
     if capability == 90:
-        names = KERNELS[:6] + KERNELS[7:] if shape[0] == 2 else KERNELS  # a few samples: no iteration in backward
-        absent = {"merge"} if shape[-1] == 7 else {NEWTON} if groups > 64 else set()  # one split; torch's products
-        assert [each.kernel for each in compiled] == [name for name in names if name not in absent]
+        names = (
+            KERNELS[:6] + KERNELS[7:] if shape[0] == 2 else KERNELS
+        )  # a few samples: no iteration in backward
+        absent = (
+            {"merge"} if shape[-1] == 7 else {NEWTON} if groups > 64 else set()
+        )  # one split; torch's products
+        assert [each.kernel for each in compiled] == [
+            name for name in names if name not in absent
+        ]
     if memory_format is LAST and capability == 90:
         for each, launched in zip(compiled, layer_launches(x, groups, relu=relu), strict=True):
-            if each.kernel in launch.Tuning._fields:  # one wave: all programs run at the same time
+            if (
+                each.kernel in launch.Tuning._fields
+            ):  # one wave: all programs run at the same time
                 here = math.ceil(math.prod(launched.grid) / 132)
-                assert here * (each.shared + 1024) <= 228 * 1024 and here * 128 * each.registers <= 2**16, each
+                assert (
+                    here * (each.shared + 1024) <= 228 * 1024
+                    and here * 128 * each.registers <= 2**16
+                ), each

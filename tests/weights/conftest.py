@@ -30,9 +30,20 @@ def detector_cfg() -> CfgNode:
     """A small Faster R-CNN with FPN on a ResNet-18 with GW at S1-B1."""
     register_weights()
     cfg = get_config("quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml")
-    backbone = {"RESNETS.NORM": "FrozenBN", "RESNETS.WHITEN_POSITIONS": "S1-B1", "BACKBONE.FREEZE_AT": 2}
+    backbone = {
+        "RESNETS.NORM": "FrozenBN",
+        "RESNETS.WHITEN_POSITIONS": "S1-B1",
+        "BACKBONE.FREEZE_AT": 2,
+    }
     fpn = {"FPN.NORM": "", "FPN.OUT_CHANNELS": 16}
     head = {"ROI_BOX_HEAD.NORM": "", "ROI_BOX_HEAD.NUM_CONV": 0, "ROI_BOX_HEAD.FC_DIM": 16}
-    for key, value in {**backbone, **fpn, **head, "MASK_ON": False, "DEVICE": "cpu", "WEIGHTS": ""}.items():
+    for key, value in {
+        **backbone,
+        **fpn,
+        **head,
+        "MASK_ON": False,
+        "DEVICE": "cpu",
+        "WEIGHTS": "",
+    }.items():
         cfg.merge_from_list([f"MODEL.{key}", value])
     return cfg

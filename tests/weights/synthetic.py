@@ -30,12 +30,16 @@ BLOCK_NORMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def make_network(name: str, positions: str = "", *, norm: str = "BN", classes: int = 10, seed: int = 0) -> nn.Module:
+def make_network(
+    name: str, positions: str = "", *, norm: str = "BN", classes: int = 10, seed: int = 0
+) -> nn.Module:
     """Build torchvision's ResNet with GW at positions and random values, in evaluation mode."""
     block, blocks, options = NETWORKS[name]
     norm_layer = nn.BatchNorm2d if norm == "BN" else functools.partial(nn.GroupNorm, 32)
     with torch.device("meta"):
-        model = torchvision.models.ResNet(block, blocks, num_classes=classes, norm_layer=norm_layer, **options)
+        model = torchvision.models.ResNet(
+            block, blocks, num_classes=classes, norm_layer=norm_layer, **options
+        )
         if positions:
             model.bn1 = GroupWhitening2d(64)
             for module in model.modules():
@@ -71,26 +75,43 @@ def _fill(key: str, value: Tensor, generator: torch.Generator) -> None:
 
 def authors_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of the authors' layer: scale and shift of GW are (1, C, 1, 1)."""
-    whitened = {name for name, module in model.named_modules() if isinstance(module, GroupWhitening2d)}
+    whitened = {
+        name for name, module in model.named_modules() if isinstance(module, GroupWhitening2d)
+    }
     return {
-        key: value.detach().reshape(1, -1, 1, 1) if key.rpartition(".")[0] in whitened else value.detach()
+        key: value.detach().reshape(1, -1, 1, 1)
+        if key.rpartition(".")[0] in whitened
+        else value.detach()
         for key, value in model.state_dict().items()
     }
 
 
 def authors_norms(state: dict[str, Tensor]) -> dict[str, str]:
     """Return the norm of each layer of an authors' state dict."""
-    layers = {key.removesuffix(".bias"): value for key, value in state.items() if key.endswith(".bias")}
+    layers = {
+        key.removesuffix(".bias"): value
+        for key, value in state.items()
+        if key.endswith(".bias")
+    }
     gw = "GW:groups=64,iters=5,eps=0"
-    return {layer: gw if value.dim() == 4 else "BN" for layer, value in layers.items() if layer != "fc"}
+    return {
+        layer: gw if value.dim() == 4 else "BN"
+        for layer, value in layers.items()
+        if layer != "fc"
+    }
 
 
 def training_checkpoint(state: dict[str, Tensor]) -> dict[str, Any]:
     """Build a checkpoint of the authors' script: weights, flags, optimizer, schedule and scores."""
     return {
         "model": {f"module.{key}": value for key, value in state.items()},
-        "cfg": argparse.Namespace(arch="resnet", norm="IGWItN", norm_cfg={"num_groups": 64, "T": 5}, lr=[0.1]),
-        "optimizer": {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        "cfg": argparse.Namespace(
+            arch="resnet", norm="IGWItN", norm_cfg={"num_groups": 64, "T": 5}, lr=[0.1]
+        ),
+        "optimizer": {
+            "state": {0: {"momentum_buffer": torch.ones(3)}},
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        },
         "scheduler": {"milestones": Counter([30, 60, 90]), "last_epoch": 99},
         "best_prec1": np.float64(77.72),
         "mean": np.ones(3, dtype=np.float32),

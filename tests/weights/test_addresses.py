@@ -6,11 +6,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.checkpoint import open_checkpoint
-from gw_detectron.data.coco_files import read_json
 from gw_detectron.errors import RefusedFileError, UserError
-from gw_detectron.weights import register_weights
+from gw_detectron.weights import open_checkpoint, register_weights
 from gw_detectron.weights.addresses import check_address
+from gw_detectron.workbench.dataset.coco_files import read_json
 
 LINE = b"import os\n"  # Python would run it in a .pth file beside its packages
 
@@ -41,7 +40,11 @@ def host(tmp_path, monkeypatch):
 
 def outside(tmp_path):
     cache = tmp_path / "a" / "b" / "cache"
-    return [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(cache)]
+    return [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and not path.is_relative_to(cache)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -61,19 +64,25 @@ def outside(tmp_path):
 def test_an_address_cannot_leave_the_cache(host, tmp_path, scheme, path):
     address = scheme.format(host=host) + path
     for read in (open_checkpoint, PathManager.get_local_path, read_json):
-        with pytest.raises((UserError, RuntimeError)):  # RuntimeError: Detectron2's catalog lacks the name
+        with pytest.raises(
+            (UserError, RuntimeError)
+        ):  # RuntimeError: Detectron2's catalog lacks the name
             read(address)
     assert outside(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_a_link_in_the_cache_is_not_followed(host, tmp_path, kind):
-    folder = tmp_path / "a" / "b" / "cache" / "urls" / host.removeprefix("http://").replace(":", "_")
+    folder = (
+        tmp_path / "a" / "b" / "cache" / "urls" / host.removeprefix("http://").replace(":", "_")
+    )
     folder.mkdir(parents=True)
     target = tmp_path if kind == "folder" else tmp_path / "x.pth"
     (folder / ("link" if kind == "folder" else "x.pth")).symlink_to(target)
     with pytest.raises(RefusedFileError, match="link"):
-        PathManager.get_local_path(f"{host}/link/x.pth" if kind == "folder" else f"{host}/x.pth")
+        PathManager.get_local_path(
+            f"{host}/link/x.pth" if kind == "folder" else f"{host}/x.pth"
+        )
     assert outside(tmp_path) == []
 
 
@@ -85,5 +94,10 @@ def test_a_host_cannot_replace_the_files_of_another(host, tmp_path):
 
 
 def test_plain_addresses_pass():
-    for address in ("output/../x.pth", "gw://imagenet/R-50", "http://host/a..b/x.pth?c=d..e", "http://host/a.../x"):
+    for address in (
+        "output/../x.pth",
+        "gw://imagenet/R-50",
+        "http://host/a..b/x.pth?c=d..e",
+        "http://host/a.../x",
+    ):
         check_address(address)

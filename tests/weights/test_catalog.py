@@ -12,9 +12,8 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.errors import FileAccessError, MissingPackageError, WeightsFileError
-from gw_detectron.weights import CATALOG, catalog
+from gw_detectron.weights import CATALOG, catalog, load_checkpoint, open_checkpoint
 from gw_detectron.weights.catalog import PublishedWeights, local_weights
 from gw_detectron.weights.conversion import load_weights
 
@@ -33,7 +32,9 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(catalog, "CATALOG", {published.name: published})
     download = gdown.download
     impatient = {"timeout": (1, 30), "retries": 0}
-    monkeypatch.setattr(gdown, "download", lambda *args, **options: download(*args, **(options | impatient)))
+    monkeypatch.setattr(
+        gdown, "download", lambda *args, **options: download(*args, **(options | impatient))
+    )
     return tmp_path / "cache" / "gw_detectron"
 
 
@@ -41,7 +42,11 @@ def cache(tmp_path, monkeypatch):
 def server(r18_file, tmp_path, monkeypatch):
     """The address of mirrors: one is fine, two have bad files."""
     data = r18_file.read_bytes()
-    for folder, content in {"fine": data, "webpage": b"<html>Please sign in</html>", "damaged": data[:-1000]}.items():
+    for folder, content in {
+        "fine": data,
+        "webpage": b"<html>Please sign in</html>",
+        "damaged": data[:-1000],
+    }.items():
         (tmp_path / folder).mkdir()
         (tmp_path / folder / FILE).write_bytes(content)
     handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
@@ -53,7 +58,11 @@ def server(r18_file, tmp_path, monkeypatch):
 
 
 def files(folder):
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
+    return {
+        path: path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".lock"
+    }
 
 
 def test_detectron2_loads_the_address(server, r18, detector_cfg, cache, monkeypatch):
@@ -69,7 +78,9 @@ def test_detectron2_loads_the_address(server, r18, detector_cfg, cache, monkeypa
     assert files(cache) == written
 
 
-@pytest.mark.parametrize(("fault", "message"), [("webpage", "web page"), ("damaged", "damaged")])
+@pytest.mark.parametrize(
+    ("fault", "message"), [("webpage", "web page"), ("damaged", "damaged")]
+)
 def test_files_of_a_bad_server_are_not_kept(server, cache, monkeypatch, fault, message):
     monkeypatch.setenv("GW_DETECTRON_MIRROR", f"{server}/{fault}")
     with pytest.raises(WeightsFileError, match=f"(?s)gw://{NAME} .'http.*{message}.*try again"):
@@ -85,27 +96,39 @@ def test_without_the_file(server, r18_file, cache, monkeypatch, address):
     monkeypatch.setenv("GW_DETECTRON_MIRROR", base)
     with pytest.raises(FileAccessError) as caught:
         local_weights(NAME)
-    assert f"{base.rstrip('/')}/{FILE}" in str(caught.value) and f"save the file as {cache / FILE}" in str(caught.value)
+    assert f"{base.rstrip('/')}/{FILE}" in str(
+        caught.value
+    ) and f"save the file as {cache / FILE}" in str(caught.value)
     assert f"GW_DETECTRON_WEIGHTS to a folder with {FILE}" in str(caught.value)
     cache.mkdir(parents=True, exist_ok=True)
     (cache / FILE).write_bytes(r18_file.read_bytes())  # saved there by hand
     assert local_weights(NAME).is_file()
 
 
-def test_a_local_folder_comes_first_and_its_file_stays_the_same(r18_file, tmp_path, cache, monkeypatch):
+def test_a_local_folder_comes_first_and_its_file_stays_the_same(
+    r18_file, tmp_path, cache, monkeypatch
+):
     monkeypatch.setattr(gdown, "download", None)
     monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(tmp_path / "mine"))
-    with pytest.raises(FileNotFoundError, match=f"{FILE} not found, needed .* save https://drive.google.com/uc.id="):
+    with pytest.raises(
+        FileNotFoundError,
+        match=f"{FILE} not found, needed .* save https://drive.google.com/uc.id=",
+    ):
         local_weights(NAME)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / FILE).write_bytes(r18_file.read_bytes())
     assert local_weights(NAME) == local_weights(NAME)
     state = authors_state(make_network("R-18", "S1-B1", seed=9))
     torch.save(state, tmp_path / "mine" / FILE)
-    with pytest.raises(WeightsFileError, match="checksum mismatch: expected .* Fix: restore the file, or delete"):
+    with pytest.raises(
+        WeightsFileError,
+        match="checksum mismatch: expected .* Fix: restore the file, or delete",
+    ):
         local_weights(NAME)
     (cache / f"{FILE}.sha256").unlink()  # the fix
-    assert torch.equal(load_weights(local_weights(NAME)).tensors["stem.conv1.weight"], state["conv1.weight"])
+    assert torch.equal(
+        load_weights(local_weights(NAME)).tensors["stem.conv1.weight"], state["conv1.weight"]
+    )
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -122,7 +145,9 @@ def test_the_mixture_with_gn_is_converted_as_gn(recorded, tmp_path, monkeypatch)
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match=r"gw://imagenet/R-51'\): unknown name. Fix: give gw://imagenet/R-18"):
+    with pytest.raises(
+        ValueError, match=r"gw://imagenet/R-51'\): unknown name. Fix: give gw://imagenet/R-18"
+    ):
         PathManager.get_local_path("gw://imagenet/R-51")
 
 

@@ -18,7 +18,11 @@ from gw_detectron.weights.reading import named_tensors
 
 from .synthetic import training_checkpoint
 
-TENSORS = {"a.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.ones(3), "a.steps": torch.tensor(7)}
+TENSORS = {
+    "a.weight": torch.arange(12.0).reshape(3, 4),
+    "a.bias": torch.ones(3),
+    "a.steps": torch.tensor(7),
+}
 KINDS = ["archive", "legacy", "pickle", "safetensors"]
 
 
@@ -37,7 +41,9 @@ def tensors_of(path):
     """Read a file as a checkpoint's reader does."""
     contents = read_weights_file(path)
     value = contents.value
-    return named_tensors(value["model"] if isinstance(value, dict) and "model" in value else value, contents.size)
+    return named_tensors(
+        value["model"] if isinstance(value, dict) and "model" in value else value, contents.size
+    )
 
 
 @pytest.mark.parametrize("name", ["weights", "a.pkl", "a.pth", "a.bin"])
@@ -47,7 +53,10 @@ def test_reads_every_kind_whatever_the_name(kind, name, tmp_path):
     assert contents.format == {"archive": "torch", "legacy": "torch"}.get(kind, kind)
     found = tensors_of(tmp_path / name)
     assert found.keys() == TENSORS.keys()
-    assert all(type(found[name]) is torch.Tensor and torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+    assert all(
+        type(found[name]) is torch.Tensor and torch.equal(found[name], TENSORS[name])
+        for name in TENSORS
+    )
 
 
 @pytest.mark.parametrize("core", [b"numpy._core.multiarray\n", b"numpy.core.multiarray\n"])
@@ -74,7 +83,10 @@ def test_reads_arrays_of_every_shape_and_order(tmp_path, protocol):
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(arrays, protocol=protocol))
     found = tensors_of(tmp_path / "a.pkl")
     assert all(np.array_equal(found[name].numpy(), array) for name, array in arrays.items())
-    assert all(found[name].numpy().dtype == array.dtype.newbyteorder("=") for name, array in arrays.items())
+    assert all(
+        found[name].numpy().dtype == array.dtype.newbyteorder("=")
+        for name, array in arrays.items()
+    )
 
 
 def test_the_versions_of_modules_come_along(tmp_path):
@@ -89,7 +101,9 @@ def test_truncated_at_every_sixteenth(kind, tmp_path):
     size = path.stat().st_size
     for part in range(15, -1, -1):
         os.truncate(path, size * part // 16)
-        with pytest.raises(WeightsFileError, match="weights': cannot be read: it is (damaged|empty)"):
+        with pytest.raises(
+            WeightsFileError, match="weights': cannot be read: it is (damaged|empty)"
+        ):
             read_weights_file(path)
 
 
@@ -165,8 +179,10 @@ BOMBS = {
     "items of a list, many": START + b"](K\x00K\x01u.",
     "long integer": START + b"\x8b" + struct.pack("<i", 300) + 300 * b"\x01" + b".",
     "registered class": START + b"\x82\x01.",
-    "function's attribute": START + b"c_codecs\nencode\n}X\x0c\x00\x00\x00__defaults__X\x06\x00\x00\x00latin1\x85sb.",
-    "function's slot": START + b"c_codecs\nencode\nN}X\x0c\x00\x00\x00__defaults__X\x06\x00\x00\x00latin1\x85s\x86b.",
+    "function's attribute": START
+    + b"c_codecs\nencode\n}X\x0c\x00\x00\x00__defaults__X\x06\x00\x00\x00latin1\x85sb.",
+    "function's slot": START
+    + b"c_codecs\nencode\nN}X\x0c\x00\x00\x00__defaults__X\x06\x00\x00\x00latin1\x85s\x86b.",
 }
 
 
@@ -185,14 +201,25 @@ class Huge:
 
     def __reduce__(self):
         storage = torch.zeros(4)._typed_storage()
-        return torch._utils._rebuild_tensor_v2, (storage, 0, (2**29,), (1,), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, (
+            storage,
+            0,
+            (2**29,),
+            (1,),
+            False,
+            OrderedDict(),
+        )
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("new_format", [True, False])
-@pytest.mark.parametrize("value", [Huge(), torch.ones(1).expand(10**11)], ids=["storage", "stride"])
+@pytest.mark.parametrize(
+    "value", [Huge(), torch.ones(1).expand(10**11)], ids=["storage", "stride"]
+)
 def test_tensors_larger_than_their_file(new_format, value, tmp_path):
-    torch.save({"model": {"a": value}}, tmp_path / "a.pth", _use_new_zipfile_serialization=new_format)
+    torch.save(
+        {"model": {"a": value}}, tmp_path / "a.pth", _use_new_zipfile_serialization=new_format
+    )
     with pytest.raises(WeightsFileError, match="a claims more bytes than the file|damaged"):
         tensors_of(tmp_path / "a.pth")
 
@@ -200,7 +227,11 @@ def test_tensors_larger_than_their_file(new_format, value, tmp_path):
 @pytest.mark.parametrize("length", [0x80, 0x0280, 0x4B50])
 def test_a_safetensors_header_may_begin_like_another_format(tmp_path, length):
     # The first bytes are the length of the header: 0x80 begins a pickle and 0x4B50 a zip archive.
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode().ljust(length)
+    header = (
+        json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
+        .encode()
+        .ljust(length)
+    )
     path = tmp_path / "w.safetensors"
     path.write_bytes(struct.pack("<Q", length) + header + struct.pack("<f", 2.5))
     assert read_weights_file(path).value["w"].tolist() == [2.5]
@@ -213,7 +244,10 @@ def test_a_safetensors_header_may_begin_like_another_format(tmp_path, length):
         (b"\n<!DOCTYPE html><html>Sign in</html>", "web page"),
         (b"just a text that is longer than the header", "not a file of torch.save"),
         (b"PK\x03\x04", "damaged"),
-        (struct.pack("<Q", 2**24) + b"{" + bytes(64), "damaged"),  # safetensors with a header of 16 MiB
+        (
+            struct.pack("<Q", 2**24) + b"{" + bytes(64),
+            "damaged",
+        ),  # safetensors with a header of 16 MiB
         (pickle.dumps({"a": np.array([{}])}), "'O8', which is not a number"),
     ],
 )

@@ -3,7 +3,12 @@
 from detectron2.config import LazyCall as L
 from detectron2.model_zoo import get_config
 
-from gw_detectron.modeling import GWFPN, GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead, gw_resnet
+from gw_detectron.modeling import (
+    GWFPN,
+    GWFastRCNNConvFCHead,
+    GWMaskRCNNConvUpsampleHead,
+    gw_resnet,
+)
 
 model = get_config("common/models/mask_rcnn_fpn.py").model
 model.backbone._target_ = GWFPN

@@ -46,7 +46,13 @@ _LARGEST_MEAN = 4.0
 
 
 def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, num_iters: int, eps: float, relu: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    num_iters: int,
+    eps: float,
+    relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output and the statistics saved for backward.
 
@@ -66,14 +72,28 @@ def forward(
                 x_part = _subtract(x_part, large)
                 mean, sigma = statistics(x_part, groups)
                 sigma.diagonal(dim1=1, dim2=2).add_(eps)
-            _apply(x_part, mean, newton_inverse_sqrt(sigma, num_iters), weight, bias, relu, out=y_part)
+            _apply(
+                x_part,
+                mean,
+                newton_inverse_sqrt(sigma, num_iters),
+                weight,
+                bias,
+                relu,
+                out=y_part,
+            )
             saved.append((mean if large is None else large + mean, sigma))
         mean, sigma = saved[0] if len(saved) == 1 else map(torch.cat, zip(*saved, strict=True))
         return y.contiguous(memory_format=memory_format), mean, sigma
 
 
 def backward(
-    dy: Tensor, y: Tensor | None, x: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor | None, num_iters: int
+    dy: Tensor,
+    y: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    sigma: Tensor,
+    weight: Tensor | None,
+    num_iters: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias.
 
@@ -90,24 +110,38 @@ def backward(
         scale = None if weight is None else weight.to(mean.dtype).reshape(groups, channels).mT
         dx = torch.empty_like(x)
         dweights, dbiases = [], []
-        for x_part, y_part, dy_part, dx_part, mean_part, sigma_part in _passes(groups, x, y, dy, dx, mean, sigma):
+        for x_part, y_part, dy_part, dx_part, mean_part, sigma_part in _passes(
+            groups, x, y, dy, dx, mean, sigma
+        ):
             large = large_means(mean_part, sigma_part.diagonal(dim1=1, dim2=2))
             if large is not None:
                 x_part, mean_part = _subtract(x_part, large), mean_part - large
-            products, sums = _grad_products(x_part, mean_part, dy_part, groups, y_part, out=dx_part)
+            products, sums = _grad_products(
+                x_part, mean_part, dy_part, groups, y_part, out=dx_part
+            )
             if y is not None:
                 dy_part = dx_part  # masked by the ReLU
             dbiases.append(sums.sum(1))
-            grad_whitening = products.sum(0) if scale is None else _scaled_sum(products, scale[:, None, :, None])
+            grad_whitening = (
+                products.sum(0)
+                if scale is None
+                else _scaled_sum(products, scale[:, None, :, None])
+            )
             whitening, grad_sigma = newton_backward(sigma_part, grad_whitening, num_iters)
             dweights.append(products.mul_(whitening).sum((1, 3)))
             if scale is not None:
                 sums = sums * scale[:, None]
             shift = (whitening @ (sums.sum(0) / columns)[..., None])[..., 0]
             slope = grad_sigma.mul_(2 / columns)
-            _apply_backward(x_part, mean_part, dy_part, weight, whitening, slope, shift, out=dx_part)
+            _apply_backward(
+                x_part, mean_part, dy_part, weight, whitening, slope, shift, out=dx_part
+            )
         dweight, dbias = (reduce(torch.add, parts) for parts in (dweights, dbiases))
-        return dx.contiguous(memory_format=memory_format), dweight.mT.flatten(), dbias.mT.flatten()
+        return (
+            dx.contiguous(memory_format=memory_format),
+            dweight.mT.flatten(),
+            dbias.mT.flatten(),
+        )
 
 
 def _passes(groups: int, x: Tensor, *others: Tensor | None) -> Iterable[tuple[Any, ...]]:
@@ -115,7 +149,10 @@ def _passes(groups: int, x: Tensor, *others: Tensor | None) -> Iterable[tuple[An
     step = samples_per_pass(x, groups)
     if step >= len(x):
         return [(x, *others)]
-    return zip(*(repeat(None) if tensor is None else tensor.split(step) for tensor in (x, *others)), strict=False)
+    return zip(
+        *(repeat(None) if tensor is None else tensor.split(step) for tensor in (x, *others)),
+        strict=False,
+    )
 
 
 def _subtract(x: Tensor, mean: Tensor) -> Tensor:
@@ -135,7 +172,9 @@ def _scaled_sum(matrices: Tensor, scale: Tensor) -> Tensor:
 def _prepare(x: Tensor) -> Tensor:
     """Return ``x`` in the contiguous memory format."""
     _keep_freed_memory()
-    x = x.contiguous()  # torch counts (N, C, 1, 1) with the strides of channels_last as contiguous
+    x = (
+        x.contiguous()
+    )  # torch counts (N, C, 1, 1) with the strides of channels_last as contiguous
     return x if x.stride(-1) == 1 else x.flatten(1).view(x.shape)
 
 
@@ -172,7 +211,9 @@ def _per_channel(parameter: Tensor, mean: Tensor) -> Tensor:
 
 def _uses_onednn(a: Tensor, b: Tensor) -> bool:
     sides = (*a.shape[1:], b.shape[2])
-    fits = a.shape[1] * b.shape[2] * a.element_size() < _LARGEST_KEPT  # a larger result is new memory in each call
+    fits = (
+        a.shape[1] * b.shape[2] * a.element_size() < _LARGEST_KEPT
+    )  # a larger result is new memory in each call
     contiguous = b.is_contiguous() or b.mT.is_contiguous()  # oneDNN is slow with other strides
     return fits and contiguous and torch_private.onednn_is_faster(a, min(sides), max(sides))
 
@@ -188,7 +229,11 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply two matrices by oneDNN, or two batches by bmm, which can write to ``out``."""
     if a.dim() == 2:
         return torch_private.onednn_matmul(a, b)
-    return torch.bmm(a, b) if out is None or out.dtype != a.dtype else torch.bmm(a, b, out=out.flatten(2))
+    return (
+        torch.bmm(a, b)
+        if out is None or out.dtype != a.dtype
+        else torch.bmm(a, b, out=out.flatten(2))
+    )
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -205,7 +250,9 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Return the mean and the covariance without eps of each sample, by uncentered products."""
     x = _columns(x, groups)
-    sigma = _product(x, x.mT)  # first, since it can wait for memory and compute at the same time
+    sigma = _product(
+        x, x.mT
+    )  # first, since it can wait for memory and compute at the same time
     mean = x.mean(2)
     return mean, sigma.baddbmm_(mean[:, :, None], mean[:, None], beta=1 / x.shape[2], alpha=-1)
 
@@ -222,7 +269,13 @@ def large_means(mean: Tensor, variances: Tensor) -> Tensor | None:
 
 
 def _apply(
-    x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool, out: Tensor
+    x: Tensor,
+    mean: Tensor,
+    whitening: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    relu: bool,
+    out: Tensor,
 ) -> None:
     """Write y = weight * (W (x - mean)) + bias to ``out``, then ReLU if ``relu``."""
     groups = mean.shape[1]
@@ -253,12 +306,16 @@ def _grad_products(
         dy = torch.ops.aten.threshold_backward.grad_input(dy, y, 0, grad_input=out)
     x, dy = _grouped(x, groups).to(mean.dtype), _grouped(dy, groups).to(mean.dtype)
     sums = dy.sum(-1).permute(2, 0, 1)
-    along = int(x.shape[2] > len(x))  # one batch per channel or, if there are fewer samples, per sample
+    along = int(
+        x.shape[2] > len(x)
+    )  # one batch per channel or, if there are fewer samples, per sample
     means = mean[:, None].expand(*sums.shape[:2], 1, -1)
     tensors = dy.permute(2, 0, 1, 3), x.permute(2, 0, 1, 3), sums[..., None], means
     products = [
         _product(grads, columns.mT).baddbmm_(part_sums, part_mean, alpha=-1)
-        for grads, columns, part_sums, part_mean in zip(*(tensor.unbind(along) for tensor in tensors), strict=True)
+        for grads, columns, part_sums, part_mean in zip(
+            *(tensor.unbind(along) for tensor in tensors), strict=True
+        )
     ]
     return torch.stack(products, along), sums
 
@@ -284,6 +341,8 @@ def _apply_backward(
     parts = _parts(slope, _columns(x, groups), whitening, _grouped(dy, groups), dx, shift)
     for slope_part, columns, matrix, grad, dx_part, shift_part in parts:
         grad = grad.to(mean.dtype) if scale is None else grad * scale[..., None]
-        result = _multiply(matrix, grad.flatten(-2), out=dx_part if separate or scale is not None else None)
+        result = _multiply(
+            matrix, grad.flatten(-2), out=dx_part if separate or scale is not None else None
+        )
         result = _add_product(result, slope_part, columns)
         torch.sub(result.view_as(dx_part), shift_part, out=dx_part)

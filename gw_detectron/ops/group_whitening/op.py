@@ -106,7 +106,12 @@ def group_whiten(
 
 
 def whiten(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, solver: Solver, relu: bool = False
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    solver: Solver,
+    relu: bool = False,
 ) -> Tensor:
     """Compute :func:`group_whiten` of checked arguments."""
     backend = choose_backend(x, groups, solver)
@@ -127,9 +132,20 @@ def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> s
     """Return the backend for an input: ``"triton"``, ``"matmul"`` or ``"reference"``."""
     forced = _forced.backend or os.environ.get(ENVIRONMENT_SWITCH, "")
     if forced and forced not in FORCEABLE:
-        where, otherwise = ("use_backend", "leave it out") if _forced.backend else (ENVIRONMENT_SWITCH, "unset it")
-        raise ConfigError(f"{where} ({forced!r}): cannot be forced. Fix: {otherwise}, or use {list(FORCEABLE)}.")
-    if forced == "reference" or solver.name != "newton" or solver.corr or needs_plain_operations():
+        where, otherwise = (
+            ("use_backend", "leave it out")
+            if _forced.backend
+            else (ENVIRONMENT_SWITCH, "unset it")
+        )
+        raise ConfigError(
+            f"{where} ({forced!r}): cannot be forced. Fix: {otherwise}, or use {list(FORCEABLE)}."
+        )
+    if (
+        forced == "reference"
+        or solver.name != "newton"
+        or solver.corr
+        or needs_plain_operations()
+    ):
         return "reference"
     if forced != "matmul" and (x.is_cuda or triton.INTERPRETED) and triton.supported(x, groups):
         return "triton"
@@ -137,7 +153,9 @@ def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> s
 
 
 @functools.cache
-def _log(backend: str, device: str, dtype: torch.dtype, channels: int, groups: int, solver: str) -> None:
+def _log(
+    backend: str, device: str, dtype: torch.dtype, channels: int, groups: int, solver: str
+) -> None:
     _logger.debug(
         "group whitening of %d channels in %d groups (%s, %s, %s): backend %s",
         *(channels, groups, dtype, device, solver, backend),
@@ -150,7 +168,9 @@ def _define(name: str, function: Callable[..., Any], arguments: str) -> None:
     It takes any strides: else torch.compile, which makes convolutions channels_last, would copy its inputs back.
     """
     schema = f"({arguments}, str backend) -> (Tensor, Tensor, Tensor)"
-    torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+    torch.library.define(
+        name, schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+    )
     torch.library.impl(name, "default", function)
 
 
@@ -163,19 +183,35 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _BACKENDS[arguments[-1]].backward(*arguments[:-1])
 
 
-_define(_FORWARD, _forward, "Tensor x, Tensor? weight, Tensor? bias, SymInt groups, SymInt iters, float eps, bool relu")
-_define(_BACKWARD, _backward, "Tensor dy, Tensor? y, Tensor x, Tensor mean, Tensor sigma, Tensor? weight, SymInt iters")
+_define(
+    _FORWARD,
+    _forward,
+    "Tensor x, Tensor? weight, Tensor? bias, SymInt groups, SymInt iters, float eps, bool relu",
+)
+_define(
+    _BACKWARD,
+    _backward,
+    "Tensor dy, Tensor? y, Tensor x, Tensor mean, Tensor sigma, Tensor? weight, SymInt iters",
+)
 
 
 @torch.library.register_fake(_FORWARD)
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = compute_dtype(x)
     y = torch.empty_like(x, memory_format=memory_format_of(x))
-    return y, x.new_empty((x.shape[0], groups), dtype=dtype), x.new_empty((x.shape[0], groups, groups), dtype=dtype)
+    return (
+        y,
+        x.new_empty((x.shape[0], groups), dtype=dtype),
+        x.new_empty((x.shape[0], groups, groups), dtype=dtype),
+    )
 
 
 @torch.library.register_fake(_BACKWARD)
-def _(dy: Tensor, y: Tensor | None, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    dy: Tensor, y: Tensor | None, x: Tensor, mean: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(x, memory_format=memory_format_of(x))
     return dx, mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
 
@@ -187,7 +223,11 @@ class GroupWhiten(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         x, _, _, groups, iters, *_, backend = inputs
         solution = triton.solution_for(x, groups, iters) if backend == "triton" else None
-        output = _forward(*inputs) if solution is None else _BACKENDS[backend].forward(*inputs[:-1], solution)
+        output = (
+            _forward(*inputs)
+            if solution is None
+            else _BACKENDS[backend].forward(*inputs[:-1], solution)
+        )
         _setup_context(ctx, inputs, output, solution)
         return output
 
@@ -217,23 +257,35 @@ class GroupWhiten(torch.autograd.Function):
 
 
 def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor], solution: triton.Solution | None = None
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[Tensor, Tensor, Tensor],
+    solution: triton.Solution | None = None,
 ) -> None:
     x, weight, bias, ctx.groups, ctx.num_iters, ctx.eps, relu, ctx.backend = inputs
     y, mean, sigma = output
     ctx.mark_non_differentiable(mean, sigma)
-    ctx.set_materialize_grads(False)  # else zeros for mean and sigma, as large as the matrices of all samples
+    ctx.set_materialize_grads(
+        False
+    )  # else zeros for mean and sigma, as large as the matrices of all samples
     ctx.save_for_backward(x, mean, sigma, weight, y if relu else None, *(solution or ()))
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _differentiable_gradients(
-    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, y: Tensor | None, needed: tuple[bool, ...]
+    ctx: Any,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    y: Tensor | None,
+    needed: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
     """Return the needed gradients by autograd through the reference."""
     bias = None  # any value: derivatives do not depend on the bias
     if ctx.bias_dtype is not None:
-        bias = torch.zeros(x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True)
+        bias = torch.zeros(
+            x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True
+        )
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # autograd stops at these aliases: x may be a function of weight (in a layer used twice), or weight of x

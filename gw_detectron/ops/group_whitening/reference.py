@@ -29,7 +29,12 @@ def effective_groups(num_channels: int, num_groups: int) -> int:
 
 
 def group_whiten_reference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, solver: Solver, relu: bool = False
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    solver: Solver,
+    relu: bool = False,
 ) -> Tensor:
     r"""Compute :func:`gw_detectron.layers.group_whiten` of checked arguments by its equations.
 
@@ -45,7 +50,9 @@ def group_whiten_reference(
         return apply_affine(x, weight, bias, relu).to(x.dtype)
     dtype = compute_dtype(x)
     with autocast_off(x.device.type):
-        columns = x.shape[1] // groups * math.prod(x.shape[2:])  # not -1: a traced model may meet an empty batch
+        columns = (
+            x.shape[1] // groups * math.prod(x.shape[2:])
+        )  # not -1: a traced model may meet an empty batch
         # reshape, not view: channels_last input is not laid out group by group
         x_g = x.to(dtype).reshape(x.shape[0], groups, columns)
         x_c = x_g - x_g.mean(-1, keepdim=True)

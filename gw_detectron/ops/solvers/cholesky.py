@@ -39,7 +39,9 @@ def pivoted_cholesky_whitening(sigma: Tensor, eps: float = 0.0) -> Tensor:
 
     Source: On Batch Orthogonalization Layers, Algorithms 3-4.
     """
-    return whitening_matrix(sigma, 0.0, partial(_factorize, pivot=True, eps=eps), _triangular_backward)
+    return whitening_matrix(
+        sigma, 0.0, partial(_factorize, pivot=True, eps=eps), _triangular_backward
+    )
 
 
 def _factorize(
@@ -58,7 +60,9 @@ def _factorize(
         lost = rounding.minimum(rounding_floor(largest, size, eps))
         rows, d, floor = _eliminate_largest(sigma, rounding.clamp_max(eps).maximum(lost))
     else:
-        rows, d, floor = _eliminate_in_order(sigma, rounding_floor(variance, size, least), least)
+        rows, d, floor = _eliminate_in_order(
+            sigma, rounding_floor(variance, size, least), least
+        )
     alive = d > floor
     original = alive & (d >= eps)
     replaced = torch.where(original, d, eps)
@@ -73,7 +77,9 @@ def _factorize(
 # They return L^{-1} P, D, and the floor of each element of D.
 
 
-def _eliminate_in_order(sigma: Tensor, floor: Tensor, least: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _eliminate_in_order(
+    sigma: Tensor, floor: Tensor, least: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     size = sigma.shape[-1]
     left = _beside_identity(sigma)
     for k in range(size):
@@ -116,5 +122,7 @@ def _triangular_backward(grad: Tensor, w: Tensor, ratio: Tensor, original: Tenso
     # as L (...) D^{-1}.
     inner = grad @ w.mT
     psi = inner.tril(-1) * ratio[..., None, :]
-    psi = psi + torch.diag_embed(torch.where(original, 0.5 * inner.diagonal(dim1=-2, dim2=-1), 0.0))
+    psi = psi + torch.diag_embed(
+        torch.where(original, 0.5 * inner.diagonal(dim1=-2, dim2=-1), 0.0)
+    )
     return w.mT @ (-0.5 * (psi + psi.mT)) @ w

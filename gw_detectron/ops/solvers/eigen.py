@@ -36,7 +36,9 @@ def zca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
 
     Source: Group Whitening supplement, Eqs. 1-3; Decorrelated Batch Normalization, Eqs. 4-6.
     """
-    return whitening_matrix(sigma, least, partial(_spectral_forward, name="zca"), _spectral_backward)
+    return whitening_matrix(
+        sigma, least, partial(_spectral_forward, name="zca"), _spectral_backward
+    )
 
 
 def zca_max_inverse_sqrt(
@@ -59,7 +61,9 @@ def zca_max_inverse_sqrt(
     """
 
     def rule(eigenvalues: Tensor) -> tuple[Tensor, Tensor]:
-        largest = torch.full_like(eigenvalues[..., :1], eigenvalues.shape[-1] - 1, dtype=torch.long)
+        largest = torch.full_like(
+            eigenvalues[..., :1], eigenvalues.shape[-1] - 1, dtype=torch.long
+        )
         slope = torch.zeros_like(eigenvalues).scatter(-1, largest, threshold)
         return threshold * eigenvalues[..., -1:], slope
 
@@ -67,7 +71,9 @@ def zca_max_inverse_sqrt(
     return whitening_matrix(sigma, least, solve, _spectral_backward)
 
 
-def zca_entropy_inverse_sqrt(sigma: Tensor, eps: float = 0.0, *, least: float | Tensor = 0.0) -> Tensor:
+def zca_entropy_inverse_sqrt(
+    sigma: Tensor, eps: float = 0.0, *, least: float | Tensor = 0.0
+) -> Tensor:
     r"""Raise eigenvalues beyond the effective rank, then whiten (ZCAE).
 
     .. math::
@@ -83,8 +89,17 @@ def zca_entropy_inverse_sqrt(sigma: Tensor, eps: float = 0.0, *, least: float | 
     def rule(eigenvalues: Tensor) -> tuple[Tensor, Tensor]:
         size = eigenvalues.shape[-1]
         positive = eigenvalues.clamp_min(0)
-        p = positive / positive.sum(-1, keepdim=True).clamp_min(torch.finfo(eigenvalues.dtype).tiny)
-        rank = (-torch.special.xlogy(p, p).sum(-1, keepdim=True)).exp().round().nan_to_num(1).clamp(1, size).long()
+        p = positive / positive.sum(-1, keepdim=True).clamp_min(
+            torch.finfo(eigenvalues.dtype).tiny
+        )
+        rank = (
+            (-torch.special.xlogy(p, p).sum(-1, keepdim=True))
+            .exp()
+            .round()
+            .nan_to_num(1)
+            .clamp(1, size)
+            .long()
+        )
         place = size - rank  # eigenvalues ascend
         slope = torch.zeros_like(eigenvalues).scatter(-1, place, 1.0)
         return eigenvalues.gather(-1, place), slope
@@ -140,12 +155,17 @@ def _spectral_forward(
         follows = theta >= eps
         theta, slope = torch.where(follows, theta, eps), torch.where(follows, slope, 0.0)
         raised = eigenvalues < theta
-        values, rule_tensors = torch.where(raised, theta, eigenvalues), [eigenvalues, raised, theta, slope]
+        values, rule_tensors = (
+            torch.where(raised, theta, eigenvalues),
+            [eigenvalues, raised, theta, slope],
+        )
     r = _inv_sqrt(values, least)
     return (d * r[..., None, :]) @ d.mT, d, r, *rule_tensors
 
 
-def _spectral_backward(grad: Tensor, _w: Tensor, d: Tensor, r: Tensor, *rule_tensors: Tensor) -> Tensor:
+def _spectral_backward(
+    grad: Tensor, _w: Tensor, d: Tensor, r: Tensor, *rule_tensors: Tensor
+) -> Tensor:
     ri, rj = r[..., :, None], r[..., None, :]
     total = ri + rj
     projected = d.mT @ (0.5 * (grad + grad.mT)) @ d
@@ -158,7 +178,9 @@ def _spectral_backward(grad: Tensor, _w: Tensor, d: Tensor, r: Tensor, *rule_ten
         # a rotation of D changes either matrix in proportion to the gaps of its own eigenvalues
         ratio = torch.where(raised_i, 0.0, 1.0)
         ratio = torch.where(
-            raised_i ^ raised_j, _gaps(torch.where(raised, theta, eigenvalues)) / _gaps(eigenvalues), ratio
+            raised_i ^ raised_j,
+            _gaps(torch.where(raised, theta, eigenvalues)) / _gaps(eigenvalues),
+            ratio,
         )
         lost = torch.where(raised, inner.diagonal(dim1=-2, dim2=-1), 0.0).sum(-1, keepdim=True)
         inner = inner * ratio + torch.diag_embed(slope * lost)
@@ -178,7 +200,9 @@ def _pca_forward(sigma: Tensor, least: float | Tensor) -> tuple[Tensor, Tensor, 
     return (d * r[..., None, :]).mT.flip(-2), eigenvalues, d, r
 
 
-def _pca_backward(grad: Tensor, _w: Tensor, eigenvalues: Tensor, d: Tensor, r: Tensor) -> Tensor:
+def _pca_backward(
+    grad: Tensor, _w: Tensor, eigenvalues: Tensor, d: Tensor, r: Tensor
+) -> Tensor:
     # of dL = sum_ij h_ij (dr_i delta_ij + r_i (D^T dD)_ji) with (D^T dD)_ji = (D^T dSigma D)_ji / (l_i - l_j)
     h = grad.flip(-2) @ d
     scaled = r[..., :, None] * h

@@ -52,7 +52,9 @@ def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
     Source: Group Whitening, Eqs. 6-7; Higham, "Stable iterations for the matrix square root" (1997).
     """
     inverse, root = _inverse_trace(sigma)
-    matrices = (sigma * inverse).reshape(math.prod(sigma.shape[:-2]), *sigma.shape[-2:])  # not -1: it may be empty
+    matrices = (sigma * inverse).reshape(
+        math.prod(sigma.shape[:-2]), *sigma.shape[-2:]
+    )  # not -1: it may be empty
     return _iterate([matrices], num_iters)[0].reshape(sigma.shape) * root
 
 

@@ -18,7 +18,11 @@ def whitening_matrix(
     ``solve`` returns the matrices and other tensors; ``pull_back`` takes the gradient and all of these, and returns
     that of ``sigma``. ``least`` is not part of ``solve``, as vmap looks for tensors among arguments.
     """
-    return _FirstOrder.apply(sigma, least, solve, pull_back)[0] if sigma.requires_grad else solve(sigma, least)[0]
+    return (
+        _FirstOrder.apply(sigma, least, solve, pull_back)[0]
+        if sigma.requires_grad
+        else solve(sigma, least)[0]
+    )
 
 
 class _FirstOrder(torch.autograd.Function):

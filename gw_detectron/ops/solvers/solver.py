@@ -10,7 +10,12 @@ from torch import Tensor
 
 from ..checks import check_flag, check_integer, check_number, zero_variance_threshold
 from .cholesky import cholesky_whitening, pivoted_cholesky_whitening
-from .eigen import pca_inverse_sqrt, zca_entropy_inverse_sqrt, zca_inverse_sqrt, zca_max_inverse_sqrt
+from .eigen import (
+    pca_inverse_sqrt,
+    zca_entropy_inverse_sqrt,
+    zca_inverse_sqrt,
+    zca_max_inverse_sqrt,
+)
 from .newton import newton_inverse_sqrt
 
 #: option -> the only solver that reads it
@@ -51,7 +56,9 @@ class Solver:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name not in SOLVERS:
-            raise ValueError(f"solver ({self.name!r}): unknown solver. Fix: choose one of {sorted(SOLVERS)}.")
+            raise ValueError(
+                f"solver ({self.name!r}): unknown solver. Fix: choose one of {sorted(SOLVERS)}."
+            )
         check_integer("num_iters", self.num_iters, 0, 5, most=1000)
         check_number("eps", self.eps, 0, float("inf"), 1e-5)
         check_number("threshold", self.threshold, 0, 1, _THRESHOLD)
@@ -69,7 +76,9 @@ class Solver:
         """
         sigma = covariance
         if self.added_eps:
-            sigma = sigma + self.added_eps * torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
+            sigma = sigma + self.added_eps * torch.eye(
+                sigma.shape[-1], dtype=sigma.dtype, device=sigma.device
+            )
         solve = SOLVERS[self.name]
         if not self.corr:
             return solve(sigma, self, self.eps)
@@ -122,11 +131,17 @@ def _inverse_std(sigma: Tensor) -> Tensor:
 SOLVERS: dict[str, Callable[[Tensor, Solver, float | Tensor], Tensor]] = {
     "newton": lambda sigma, options, least: newton_inverse_sqrt(sigma, options.num_iters),
     "zca": lambda sigma, options, least: zca_inverse_sqrt(sigma, least=least),
-    "zca_max": lambda sigma, options, least: zca_max_inverse_sqrt(sigma, options.threshold, options.eps, least=least),
-    "zca_entropy": lambda sigma, options, least: zca_entropy_inverse_sqrt(sigma, options.eps, least=least),
+    "zca_max": lambda sigma, options, least: zca_max_inverse_sqrt(
+        sigma, options.threshold, options.eps, least=least
+    ),
+    "zca_entropy": lambda sigma, options, least: zca_entropy_inverse_sqrt(
+        sigma, options.eps, least=least
+    ),
     "pca": lambda sigma, options, least: pca_inverse_sqrt(sigma, least=least),
     "cholesky": lambda sigma, options, least: cholesky_whitening(sigma, least=least),
-    "pivoted_cholesky": lambda sigma, options, least: pivoted_cholesky_whitening(sigma, options.eps),
+    "pivoted_cholesky": lambda sigma, options, least: pivoted_cholesky_whitening(
+        sigma, options.eps
+    ),
     "standardize": lambda sigma, options, least: torch.diag_embed(_inverse_std(sigma)),
 }
 

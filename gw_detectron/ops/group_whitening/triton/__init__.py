@@ -50,7 +50,9 @@ def solution_for(x: Tensor, groups: int, num_iters: int) -> Solution | None:
     """
     if not 0 < len(x) <= _MOST_SOLUTIONS or not in_registers(groups, num_iters):
         return None
-    return torch.empty((len(x), groups, groups), dtype=torch.float32, device=x.device), operands(x, groups, num_iters)
+    return torch.empty(
+        (len(x), groups, groups), dtype=torch.float32, device=x.device
+    ), operands(x, groups, num_iters)
 
 
 def forward(
@@ -78,7 +80,15 @@ def forward(
         newton(sigma, num_iters, whitening, kept)
         apply(x, mean, sigma, whitening, weight, bias, relu, y)
 
-    key = "forward", launch.layout_key(x, weight, bias), y.stride(), groups, num_iters, eps, relu
+    key = (
+        "forward",
+        launch.layout_key(x, weight, bias),
+        y.stride(),
+        groups,
+        num_iters,
+        eps,
+        relu,
+    )
     tensors = x, weight, bias, y, mean, sigma, *(solution or ())
     launch.run_planned(key if in_registers(groups, num_iters) else None, tensors, steps)
     return y, mean, sigma
@@ -100,7 +110,12 @@ def backward(
     dbias = torch.empty_like(dweight)
     if x.numel() == 0:
         return dx, dweight.zero_(), dbias.zero_()
-    x, dy, weight, groups = launch.prepare(x), launch.prepare(dy), _contiguous(weight), mean.shape[1]
+    x, dy, weight, groups = (
+        launch.prepare(x),
+        launch.prepare(dy),
+        _contiguous(weight),
+        mean.shape[1],
+    )
     if y is not None and y.stride() != dx.stride():
         y = torch.empty_like(dx).copy_(y)
 
@@ -110,7 +125,9 @@ def backward(
         if solution is None and in_registers(groups, num_iters):
             kept = operands(x, groups, num_iters)
             newton(sigma, num_iters, whitening, kept)
-        grad_sigma = matrix_gradients(products, whitening, dweight, dbias, sigma, grad, num_iters, kept)
+        grad_sigma = matrix_gradients(
+            products, whitening, dweight, dbias, sigma, grad, num_iters, kept
+        )
         masked = dy if y is None else dx
         apply_backward(x, mean, sigma, masked, weight, whitening, grad_sigma, grad, largest, dx)
 

@@ -15,7 +15,10 @@ else:
     from triton.errors import TritonError
 
     VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    ERRORS = (RuntimeError, TritonError)  # of compiling or launching a kernel that does not fit the device
+    ERRORS = (
+        RuntimeError,
+        TritonError,
+    )  # of compiling or launching a kernel that does not fit the device
     if VERSION < (3, 3):
         triton = None  # its compiler aborts the process at float16 on Ampere
 
@@ -27,5 +30,9 @@ def jit(kernel: Callable) -> Any:
     if triton is None:
         return kernel
     arguments = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
-    sizes = [name for name in arguments if name not in kernel.__annotations__ and not name.endswith("_ptr")]
+    sizes = [
+        name
+        for name in arguments
+        if name not in kernel.__annotations__ and not name.endswith("_ptr")
+    ]
     return triton.jit(kernel, do_not_specialize=sizes)

@@ -39,12 +39,19 @@ def _products(
     The product is dY_j (X_j - mean)^T, the sums are those of the rows of dY_j. If y_ptr is given, dY is zeroed where
     y <= 0, and the masked gradient is stored. If largest_ptr is given, so is the largest |weight * dY|.
     """
-    j, n, first = tl.program_id(0) // samples, tl.program_id(0) % samples, tl.program_id(1) * per_split
+    j, n, first = (
+        tl.program_id(0) // samples,
+        tl.program_id(0) % samples,
+        tl.program_id(1) * per_split,
+    )
     if CPG == 1:  # tells the compiler that j is 0, as in tile_columns
         j *= 0
     x_ptr, dy_ptr = sample_ptr(x_ptr, n, x_n, VECTOR), sample_ptr(dy_ptr, n, dy_n, VECTOR)
     if y_ptr is not None:
-        y_ptr, masked_ptr = sample_ptr(y_ptr, n, masked_n, VECTOR), sample_ptr(masked_ptr, n, masked_n, VECTOR)
+        y_ptr, masked_ptr = (
+            sample_ptr(y_ptr, n, masked_n, VECTOR),
+            sample_ptr(masked_ptr, n, masked_n, VECTOR),
+        )
     rows = tl.arange(0, ROWS)
     mean = load_rows(mean_ptr, n, rows, GROUPS)
     total = tl.zeros([ROWS, PB], tl.float32)
@@ -54,16 +61,29 @@ def _products(
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
         _, p, exists = tile_columns(tile, positions, 1, JB, PB, VECTOR, X_J)
         inside = (rows < GROUPS)[:, None] & exists[None, :]
-        x = tl.load(x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0)
-        dy = tl.load(dy_ptr + tile_offsets(rows, j, p, dy_outer, CPG, VECTOR, DY_J), mask=inside, other=0.0)
+        x = tl.load(
+            x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0
+        )
+        dy = tl.load(
+            dy_ptr + tile_offsets(rows, j, p, dy_outer, CPG, VECTOR, DY_J),
+            mask=inside,
+            other=0.0,
+        )
         if y_ptr is not None:
             masked = tile_offsets(rows, j, p, masked_outer, CPG, VECTOR, MASKED_J)
             y = tl.load(y_ptr + masked, mask=inside, other=0.0)
-            dy = tl.where(y <= 0, 0.0, dy)  # not y > 0: where y is NaN, torch's ReLU passes the gradient on
+            dy = tl.where(
+                y <= 0, 0.0, dy
+            )  # not y > 0: where y is NaN, torch's ReLU passes the gradient on
             tl.store(masked_ptr + masked, dy, mask=inside)
         dy = dy.to(tl.float32)
         centered = to_operand(x.to(tl.float32) - mean[:, None], OPERAND, PRECISION)
-        product = tl.dot(to_operand(dy, OPERAND, PRECISION), tl.trans(centered), product, input_precision=PRECISION)
+        product = tl.dot(
+            to_operand(dy, OPERAND, PRECISION),
+            tl.trans(centered),
+            product,
+            input_precision=PRECISION,
+        )
         total += dy
         if largest_ptr is not None:
             largest = tl.maximum(largest, tl.abs(dy))
@@ -74,7 +94,11 @@ def _products(
     if largest_ptr is not None:
         row = tl.max(largest, 1)
         if weight_ptr is not None:
-            row *= tl.abs(tl.load(weight_ptr + rows * CPG + j, mask=rows < GROUPS, other=0.0).to(tl.float32))
+            row *= tl.abs(
+                tl.load(weight_ptr + rows * CPG + j, mask=rows < GROUPS, other=0.0).to(
+                    tl.float32
+                )
+            )
         tl.store(largest_ptr + part, tl.max(row, 0))
 
 
@@ -105,13 +129,24 @@ def _reduce(
             part = sample[:, None] * splits + s[None, :]
             inside = (j < CPG)[:, None] & (s < splits)[None, :]
             at = part[:, :, None] * SIZE + element[None, None, :]
-            products += tl.sum(tl.load(part_ptr + at, mask=inside[:, :, None] & exists[None, None, :], other=0.0), 1)
+            products += tl.sum(
+                tl.load(
+                    part_ptr + at, mask=inside[:, :, None] & exists[None, None, :], other=0.0
+                ),
+                1,
+            )
             if largest_ptr is not None:
-                largest = tl.maximum(largest, tl.load(part_largest_ptr + part, mask=inside, other=0.0))
+                largest = tl.maximum(
+                    largest, tl.load(part_largest_ptr + part, mask=inside, other=0.0)
+                )
         if product_ptr is not None:
-            tl.store(product_ptr + sample[:, None] * SIZE + element[None, :], products, mask=stored)
+            tl.store(
+                product_ptr + sample[:, None] * SIZE + element[None, :], products, mask=stored
+            )
         if weight_ptr is not None:
-            products *= tl.load(weight_ptr + row[None, :] * CPG + j[:, None], mask=stored, other=0.0).to(tl.float32)
+            products *= tl.load(
+                weight_ptr + row[None, :] * CPG + j[:, None], mask=stored, other=0.0
+            ).to(tl.float32)
         total += tl.sum(products, 0)
     tl.store(grad_ptr + n * SIZE + element, total, mask=exists)
     if largest_ptr is not None:
@@ -132,7 +167,16 @@ def _matrix_gradients(
         if channel < samples:
             n = samples - 1 - channel  # what was kept last is still in the caches
             covariance_gradient(
-                sigma_ptr, whitening_ptr, kept_ptr, grad_ptr, grad_sigma_ptr, n, zero, GROUPS, ROWS, ITERS
+                sigma_ptr,
+                whitening_ptr,
+                kept_ptr,
+                grad_ptr,
+                grad_sigma_ptr,
+                n,
+                zero,
+                GROUPS,
+                ROWS,
+                ITERS,
             )
         channel -= samples
     if channel >= 0:
@@ -147,8 +191,12 @@ def _matrix_gradients(
             inside = (n < samples)[:, None] & (rows < GROUPS)[None, :]
             at = row * GROUPS + rows[None, :]
             product = tl.load(product_ptr + n[:, None] * SIZE + at, mask=inside, other=0.0)
-            products += product * tl.load(whitening_ptr + n[:, None] * (GROUPS * GROUPS) + at, mask=inside, other=0.0)
-            sums += tl.load(product_ptr + n * SIZE + GROUPS * GROUPS + row, mask=n < samples, other=0.0)
+            products += product * tl.load(
+                whitening_ptr + n[:, None] * (GROUPS * GROUPS) + at, mask=inside, other=0.0
+            )
+            sums += tl.load(
+                product_ptr + n * SIZE + GROUPS * GROUPS + row, mask=n < samples, other=0.0
+            )
         tl.store(dweight_ptr + channel, tl.sum(tl.sum(products, 1), 0))
         tl.store(dbias_ptr + channel, tl.sum(sums, 0))
 
@@ -167,7 +215,9 @@ def _apply_backward(
     dx = W (weight * dy - grad_mean / M) + 2 / M dL/dSigma (x - mean).
     """
     n, first = tl.program_id(0), tl.program_id(1) * per_split
-    grad_ptr += n.to(tl.int64) * (GROUPS * (GROUPS + 1)) + GROUPS * GROUPS  # to the sums of weight * dy
+    grad_ptr += (
+        n.to(tl.int64) * (GROUPS * (GROUPS + 1)) + GROUPS * GROUPS
+    )  # to the sums of weight * dy
     x_ptr, dy_ptr = sample_ptr(x_ptr, n, x_n, VECTOR), sample_ptr(dy_ptr, n, dy_n, VECTOR)
     dx_ptr = sample_ptr(dx_ptr, n, dx_n, VECTOR)
     rows = tl.arange(0, ROWS)
@@ -179,13 +229,20 @@ def _apply_backward(
         if HALVES:
             whitening_high, whitening_low, inverse = split_matrix(whitening)
             slope_high, slope_low, inverse_slope = split_matrix(slope)
-            scale, inverse_dy = half_scale(2 * tl.load(largest_ptr + n))  # |grad_mean| / M is not larger
+            scale, inverse_dy = half_scale(
+                2 * tl.load(largest_ptr + n)
+            )  # |grad_mean| / M is not larger
             scale_x, inverse_x = input_scale(sigma_ptr, n, rows, columns, GROUPS)
             inverse *= inverse_dy
             inverse_slope *= inverse_x
         else:
-            whitening, slope = to_operand(whitening, OPERAND, PRECISION), to_operand(slope, OPERAND, PRECISION)
-        if weight_ptr is not None and JB >= CPG:  # the same for all tiles: else copied to shared memory for each
+            whitening, slope = (
+                to_operand(whitening, OPERAND, PRECISION),
+                to_operand(slope, OPERAND, PRECISION),
+            )
+        if (
+            weight_ptr is not None and JB >= CPG
+        ):  # the same for all tiles: else copied to shared memory for each
             j, _, _ = tile_columns(first, positions, CPG, JB, PB, VECTOR, X_J)
             weight = load_per_channel(weight_ptr, rows, j, GROUPS, CPG, JB)
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
@@ -198,12 +255,20 @@ def _apply_backward(
             if DEPTH != ROWS:
                 mean = load_rows(mean_ptr, n, k, GROUPS)
                 grad_mean = tl.load(grad_ptr + k, mask=k < GROUPS, other=0.0) / columns
-                whitening = to_operand(load_matrix(whitening_ptr, n, rows, k, GROUPS), OPERAND, PRECISION)
+                whitening = to_operand(
+                    load_matrix(whitening_ptr, n, rows, k, GROUPS), OPERAND, PRECISION
+                )
                 slope = load_matrix(grad_sigma_ptr, n, rows, k, GROUPS) * (2 / columns)
                 slope = to_operand(slope, OPERAND, PRECISION)
             inside = (k < GROUPS)[:, None] & exists[None, :]
-            x = tl.load(x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0)
-            dy = tl.load(dy_ptr + tile_offsets(k, j, p, dy_outer, CPG, VECTOR, DY_J), mask=inside, other=0.0)
+            x = tl.load(
+                x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0
+            )
+            dy = tl.load(
+                dy_ptr + tile_offsets(k, j, p, dy_outer, CPG, VECTOR, DY_J),
+                mask=inside,
+                other=0.0,
+            )
             scaled = dy.to(tl.float32)
             if weight_ptr is not None:
                 if DEPTH != ROWS or JB < CPG:
@@ -217,14 +282,23 @@ def _apply_backward(
                 high, low = split_half(centered * scale_x)
                 of_statistics = multiply_half(slope_high, slope_low, high, low) * inverse_slope
             else:
-                scaled, centered = to_operand(scaled, OPERAND, PRECISION), to_operand(centered, OPERAND, PRECISION)
+                scaled, centered = (
+                    to_operand(scaled, OPERAND, PRECISION),
+                    to_operand(centered, OPERAND, PRECISION),
+                )
                 dx = tl.dot(whitening, scaled, dx, input_precision=PRECISION)
-                of_statistics = tl.dot(slope, centered, of_statistics, input_precision=PRECISION)
+                of_statistics = tl.dot(
+                    slope, centered, of_statistics, input_precision=PRECISION
+                )
         dx += of_statistics
         inside = (rows < GROUPS)[:, None] & exists[None, :]
-        if IN_PLACE:  # all threads have read their part of the dy tile before any thread writes to it
+        if (
+            IN_PLACE
+        ):  # all threads have read their part of the dy tile before any thread writes to it
             tl.debug_barrier()
-        tl.store(dx_ptr + tile_offsets(rows, j, p, dx_outer, CPG, VECTOR, DX_J), dx, mask=inside)
+        tl.store(
+            dx_ptr + tile_offsets(rows, j, p, dx_outer, CPG, VECTOR, DX_J), dx, mask=inside
+        )
 
 
 def grad_products(
@@ -316,7 +390,9 @@ def apply_backward(
     dX = W (weight * dY - grad_mean / M) + 2 / M dL/dSigma (X - mean); grad_mean is the last row of ``grad``.
     """
     groups = mean.shape[1]
-    _, columns = launch.over_columns(launch.tuning_for(x).apply_backward, groups, matrix=True, x=x, dy=dy, dx=out)
+    _, columns = launch.over_columns(
+        launch.tuning_for(x).apply_backward, groups, matrix=True, x=x, dy=dy, dx=out
+    )
     launch.run(
         _apply_backward, **columns, mean_ptr=mean, sigma_ptr=sigma, whitening_ptr=whitening, weight_ptr=weight,
         grad_sigma_ptr=grad_sigma, grad_ptr=grad, largest_ptr=largest, IN_PLACE=dy is out,

@@ -37,7 +37,9 @@ class Setting(NamedTuple):
     programs: int  # that share a multiprocessor: some load while others multiply
     stages: int  # of the pipelined loop over tiles
     tile_bytes: int = 8192  # of x in a tile: 128 of each row of float32 with g = 64
-    min_tiles: int = 4  # of a program, which also moves a g x g matrix: at g = 64 the bytes of two tiles
+    min_tiles: int = (
+        4  # of a program, which also moves a g x g matrix: at g = 64 the bytes of two tiles
+    )
 
 
 class Tuning(NamedTuple):
@@ -56,10 +58,17 @@ class Tuning(NamedTuple):
 #: samples of 25 x 42.
 HOPPER = {
     torch.float32: Tuning(
-        Setting(2, 3, 16384), Setting(3, 3, 16384, min_tiles=2), Setting(2, 3), Setting(2, 3, 16384, min_tiles=2)
+        Setting(2, 3, 16384),
+        Setting(3, 3, 16384, min_tiles=2),
+        Setting(2, 3),
+        Setting(2, 3, 16384, min_tiles=2),
     ),
-    torch.bfloat16: Tuning(Setting(3, 3), Setting(4, 3, min_tiles=2), Setting(2, 3), Setting(3, 3, min_tiles=2)),
-    torch.float16: Tuning(Setting(3, 3), Setting(4, 3, min_tiles=2), Setting(2, 3), Setting(2, 3, min_tiles=2)),
+    torch.bfloat16: Tuning(
+        Setting(3, 3), Setting(4, 3, min_tiles=2), Setting(2, 3), Setting(3, 3, min_tiles=2)
+    ),
+    torch.float16: Tuning(
+        Setting(3, 3), Setting(4, 3, min_tiles=2), Setting(2, 3), Setting(2, 3, min_tiles=2)
+    ),
 }
 
 
@@ -77,7 +86,9 @@ class Launch(NamedTuple):
         """Launch, and return the compiled kernel (None in the interpreter)."""
         with torch.cuda.device(self.like.device) if self.like.is_cuda else nullcontext():
             try:
-                return self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+                return self.kernel[self.grid](
+                    **self.arguments, num_warps=self.warps, num_stages=self.stages
+                )
             except ERRORS as error:
                 if "C compiler" in str(error):
                     raise MissingPackageError(
@@ -152,7 +163,11 @@ class _Plan:
         self.launches = []
         for launch, compiled in zip(recording.launches, recording.compiled, strict=True):
             arguments = [launch.arguments[name] for name in launch.kernel.arg_names]
-            slots = [(i, *place(value)) for i, value in enumerate(arguments) if isinstance(value, Tensor)]
+            slots = [
+                (i, *place(value))
+                for i, value in enumerate(arguments)
+                if isinstance(value, Tensor)
+            ]
             for i, *_ in slots:
                 arguments[i] = 0
             self.launches.append((compiled[(*launch.grid, 1)], arguments, slots))
@@ -162,7 +177,11 @@ class _Plan:
         scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
         addresses.append(scratch.data_ptr())
         driver = triton.runtime.driver.active
-        with nullcontext() if driver.get_current_device() == device.index else torch.cuda.device(device):
+        with (
+            nullcontext()
+            if driver.get_current_device() == device.index
+            else torch.cuda.device(device)
+        ):
             stream = driver.get_current_stream(device.index)
             for launch, arguments, slots in self.launches:
                 arguments = arguments.copy()  # other threads run the same plan
@@ -171,7 +190,9 @@ class _Plan:
                 launch(*arguments, stream=stream)
 
 
-def run_planned(key: Hashable, tensors: Sequence[Tensor | None], steps: Callable[[], None]) -> None:
+def run_planned(
+    key: Hashable, tensors: Sequence[Tensor | None], steps: Callable[[], None]
+) -> None:
     """Run ``steps``, or repeat the launches that it made for the same ``key``.
 
     Args:
@@ -183,7 +204,9 @@ def run_planned(key: Hashable, tensors: Sequence[Tensor | None], steps: Callable
     x = tensors[0]
     assert x is not None
     given = [id(t) for t in tensors if t is not None]
-    repeated = len(set(given)) < len(given)  # a plan could not tell which of them a kernel reads
+    repeated = len(set(given)) < len(
+        given
+    )  # a plan could not tell which of them a kernel reads
     if key is None or repeated or not _compiled_for(x.device) or _current.recording is not None:
         return steps()
     aligned = (None if t is None else t.data_ptr() % 16 == 0 for t in tensors)
@@ -258,7 +281,12 @@ def _strides(x: Tensor) -> Strides | None:
 
 
 def over_columns(
-    setting: Setting, groups: int, matrix: bool = False, one_j: bool = False, limited: bool = False, **tensors: Tensor
+    setting: Setting,
+    groups: int,
+    matrix: bool = False,
+    one_j: bool = False,
+    limited: bool = False,
+    **tensors: Tensor,
 ) -> tuple[int, dict[str, Any]]:
     """Divide activations of one shape into tiles of all groups, and the tiles among programs.
 
@@ -286,7 +314,11 @@ def over_columns(
                 f"strides {tensor.stride()} of shape {tuple(tensor.shape)}: unsupported. Fix: call prepare(x) first."
             )
         strides.append(found)
-        arguments |= {f"{name}_ptr": tensor, f"{name}_n": found.sample, f"{name}_outer": found.outer}
+        arguments |= {
+            f"{name}_ptr": tensor,
+            f"{name}_n": found.sample,
+            f"{name}_outer": found.outer,
+        }
         arguments[f"{name.upper()}_J"] = found.j_first
     x = next(iter(tensors.values()))
     n, channels, *spatial = x.shape
@@ -296,7 +328,9 @@ def over_columns(
     if not all(each.j_first for each in strides):
         vector = gcd(vector, positions)
     sliced = matrix and groups > 64
-    columns = 64 if sliced else min(256, max(32, setting.tile_bytes // (rows * x.element_size())))
+    columns = (
+        64 if sliced else min(256, max(32, setting.tile_bytes // (rows * x.element_size())))
+    )
     tiled = 1 if one_j else cpg
     jb, pb = triton.next_power_of_2(tiled), triton.next_power_of_2(positions)
     if strides[0].j_first:  # neighbors in memory first
@@ -309,14 +343,20 @@ def over_columns(
     tiles = triton.cdiv(tiled, jb) * triton.cdiv(positions, pb)
     others = n * cpg if one_j else n
     programs = min(setting.programs, 3) if matrix and jb > 1 else setting.programs
-    per_split = max(setting.min_tiles, triton.cdiv(tiles, max(1, programs * processors(x.device) // others)))
+    per_split = max(
+        setting.min_tiles, triton.cdiv(tiles, max(1, programs * processors(x.device) // others))
+    )
     if limited:
         per_split = max(min(per_split, tuning_for(x).max_tiles), triton.cdiv(tiles, _MAX_GRID))
     splits = triton.cdiv(tiles, per_split)
     # a single stage where elements would be copied asynchronously one by one
     stages = 1 if vector * x.element_size() < 8 else setting.stages
     if matrix:
-        arguments |= {"DEPTH": 16 if sliced else rows, "HALVES": in_halves(x, groups), "OPERAND": operand_dtype(x)}
+        arguments |= {
+            "DEPTH": 16 if sliced else rows,
+            "HALVES": in_halves(x, groups),
+            "OPERAND": operand_dtype(x),
+        }
         arguments["columns"] = float(x[0].numel() // groups)
     return splits, arguments | {
         "grid": (others, splits), "like": x, "warps": 4 if groups <= 64 else 8, "stages": stages,
@@ -368,7 +408,9 @@ def input_precision(x: Tensor) -> str:
     if x.dtype != torch.float32:
         return "tf32"
     backend = torch.backends.cuda.matmul
-    chosen = getattr(backend, "fp32_precision", None)  # newer torch refuses the older name if both have been used
+    chosen = getattr(
+        backend, "fp32_precision", None
+    )  # newer torch refuses the older name if both have been used
     return "tf32" if chosen == "tf32" or (chosen is None and backend.allow_tf32) else "tf32x3"
 
 
@@ -380,11 +422,15 @@ def empty(like: Tensor, *size: int, dtype: torch.dtype = torch.float32) -> Tenso
     return scratch
 
 
-def run(kernel: Any, grid: tuple[int, int], like: Tensor, warps: int, stages: int, **arguments: Any) -> None:
+def run(
+    kernel: Any, grid: tuple[int, int], like: Tensor, warps: int, stages: int, **arguments: Any
+) -> None:
     """Launch a kernel on the device of ``like``."""
     launch = Launch(kernel, grid, like, warps, stages, arguments)
     recording = _current.recording
-    compiled = launch.run() if not like.is_meta and (recording is None or recording.execute) else None
+    compiled = (
+        launch.run() if not like.is_meta and (recording is None or recording.execute) else None
+    )
     if recording is not None:
         recording.launches.append(launch)
         recording.compiled.append(compiled)

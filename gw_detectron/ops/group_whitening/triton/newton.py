@@ -16,7 +16,12 @@ from .tiles import half_scale, load_matrix, multiply_half, split_half, store_mat
 def _kept_of(kept_ptr, n, rows, ITERS: constexpr):
     """Return pointers to the first matrix that is kept of a sample."""
     side: constexpr = rows.shape[0]
-    return kept_ptr + n.to(tl.int64) * (10 * side * side * ((ITERS + 1) // 2)) + rows[:, None] * side + rows[None, :]
+    return (
+        kept_ptr
+        + n.to(tl.int64) * (10 * side * side * ((ITERS + 1) // 2))
+        + rows[:, None] * side
+        + rows[None, :]
+    )
 
 
 @jit
@@ -70,7 +75,13 @@ def _normalized(sigma_ptr, n, zero, rows, GROUPS: constexpr):
 
 @jit
 def _newton_in_registers(
-    sigma_ptr, whitening_ptr, kept_ptr, zero, GROUPS: constexpr, ROWS: constexpr, ITERS: constexpr
+    sigma_ptr,
+    whitening_ptr,
+    kept_ptr,
+    zero,
+    GROUPS: constexpr,
+    ROWS: constexpr,
+    ITERS: constexpr,
 ):
     """Compute the whitening matrix of a sample, in 10 products for T = 5.
 
@@ -123,14 +134,18 @@ def covariance_gradient(
     scale, inverse = half_scale(16384 * tl.max(tl.max(tl.abs(dq), 1), 0))
     dq *= scale
     p = load_matrix(whitening_ptr, n, rows, rows, GROUPS) * tl.sqrt(trace)
-    along = tl.sum(tl.sum(0.5 * dq * p, 1), 0)  # <dL/dW, P> / (2 sqrt(tr)), and later <dL/dS, S>
+    along = tl.sum(
+        tl.sum(0.5 * dq * p, 1), 0
+    )  # <dL/dW, P> / (2 sqrt(tr)), and later <dL/dS, S>
     dp = tl.zeros([ROWS, ROWS], tl.float32)
     kept_ptr = _kept_of(kept_ptr, n, rows, ITERS)
     for step in tl.static_range((ITERS + 1) // 2):
         c = 2.25 if 2 * step + 2 <= ITERS else 1.5
         if 2 * step + 2 <= ITERS:
             dz = 0.25 * _symmetric_product(dq, kept_ptr, 5 * step) - 1.125 * dq
-            df = _symmetric_product(dz, kept_ptr, 5 * step + 1) + 1.6875 * (dz - 0.3194444444444444 * dq)
+            df = _symmetric_product(dz, kept_ptr, 5 * step + 1) + 1.6875 * (
+                dz - 0.3194444444444444 * dq
+            )
         else:
             df = -0.5 * dq
         if step == 0:

@@ -6,7 +6,15 @@ from .compiler import constexpr, jit, tl, triton
 
 
 @jit
-def tile_columns(tile, positions, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr, J_FIRST: constexpr):
+def tile_columns(
+    tile,
+    positions,
+    CPG: constexpr,
+    JB: constexpr,
+    PB: constexpr,
+    VECTOR: constexpr,
+    J_FIRST: constexpr,
+):
     """Return j, p and the mask of a tile's columns.
 
     j is a scalar if JB == 1.
@@ -74,7 +82,9 @@ def load_rows(ptr, n, rows, GROUPS: constexpr):
 def load_matrix(ptr, n, rows, columns, GROUPS: constexpr, MORE: constexpr = 0):
     """Load a part of matrix n of an (N, g + MORE, g) tensor."""
     inside = (rows < GROUPS)[:, None] & (columns < GROUPS)[None, :]
-    offsets = n.to(tl.int64) * (GROUPS * (GROUPS + MORE)) + rows[:, None] * GROUPS + columns[None, :]
+    offsets = (
+        n.to(tl.int64) * (GROUPS * (GROUPS + MORE)) + rows[:, None] * GROUPS + columns[None, :]
+    )
     return tl.load(ptr + offsets, mask=inside, other=0.0)
 
 
@@ -82,7 +92,9 @@ def load_matrix(ptr, n, rows, columns, GROUPS: constexpr, MORE: constexpr = 0):
 def store_matrix(ptr, n, rows, columns, value, GROUPS: constexpr, MORE: constexpr = 0):
     """Store a part of matrix n of an (N, g + MORE, g) tensor."""
     inside = (rows < GROUPS)[:, None] & (columns < GROUPS)[None, :]
-    offsets = n.to(tl.int64) * (GROUPS * (GROUPS + MORE)) + rows[:, None] * GROUPS + columns[None, :]
+    offsets = (
+        n.to(tl.int64) * (GROUPS * (GROUPS + MORE)) + rows[:, None] * GROUPS + columns[None, :]
+    )
     tl.store(ptr + offsets, value, mask=inside)
 
 
@@ -135,9 +147,13 @@ def multiply_half(a_high, a_low, b_high, b_low):
 def input_scale(sigma_ptr, n, rows, columns, GROUPS: constexpr):
     """Return the power of two for the centered input of sample n, and its inverse: |x - mean|^2 <= M tr Sigma."""
     diagonal = tl.load(
-        sigma_ptr + n.to(tl.int64) * (GROUPS * GROUPS) + rows * (GROUPS + 1), mask=rows < GROUPS, other=0.0
+        sigma_ptr + n.to(tl.int64) * (GROUPS * GROUPS) + rows * (GROUPS + 1),
+        mask=rows < GROUPS,
+        other=0.0,
     )
-    trace = tl.maximum(tl.sum(diagonal, 0), 1e-19)  # W is zero below (see zero_variance_threshold)
+    trace = tl.maximum(
+        tl.sum(diagonal, 0), 1e-19
+    )  # W is zero below (see zero_variance_threshold)
     return half_scale(tl.sqrt(trace) * tl.sqrt(columns))
 
 

@@ -43,7 +43,9 @@ def _moments(
     # first column is an outlier. It is computed as a distance from that column, which is exact for constant rows.
     j, p, exists = tile_columns(first, positions, CPG, JB, PB, VECTOR, X_J)
     present = (rows < GROUPS)[:, None] & exists[None, :]
-    start = tl.load(x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=present, other=0.0)
+    start = tl.load(
+        x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=present, other=0.0
+    )
     start = start.to(tl.float32)
     column = tl.sum(tl.where((tl.arange(0, JB * PB) == 0)[None, :], start, 0.0), 1)
     distance = tl.where(present, start - column[:, None], 0.0)
@@ -55,11 +57,15 @@ def _moments(
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
         j, p, exists = tile_columns(tile, positions, CPG, JB, PB, VECTOR, X_J)
         inside = (rows < GROUPS)[:, None] & exists[None, :]
-        x = tl.load(x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0)
+        x = tl.load(
+            x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0
+        )
         x = tl.where(inside, x.to(tl.float32) - shift[:, None], 0.0)
         count += exists.to(tl.float32)
         total += x
-        if PRECISION == "tf32x3":  # x = high + low; a symmetric result needs only two of the three products
+        if (
+            PRECISION == "tf32x3"
+        ):  # x = high + low; a symmetric result needs only two of the three products
             high, low = split_tf32(x)
             moment = tl.dot(high, tl.trans(high), moment, input_precision="tf32")
             cross = tl.dot(high, tl.trans(low), cross, input_precision="tf32")
@@ -117,25 +123,46 @@ def _merge(
     for start in tl.range(0, splits, AT_ONCE, num_stages=3):
         s = start + tl.arange(0, AT_ONCE)
         count = tl.load(count_ptr + s, mask=s < splits, other=0.0)
-        distance = _mean_of(shift_ptr, offset_ptr, s, splits, first, rows, GROUPS) - mean[None, :]
+        distance = (
+            _mean_of(shift_ptr, offset_ptr, s, splits, first, rows, GROUPS) - mean[None, :]
+        )
         own = tl.sum(tl.where((rows == row)[None, :], distance, 0.0), 1)
         at = s[:, None].to(tl.int64) * (GROUPS * GROUPS) + rows[None, :]
         inside = (s < splits)[:, None] & (rows < GROUPS)[None, :]
-        sums += tl.load(moment_ptr + at, mask=inside, other=0.0) + (count * own)[:, None] * distance
+        sums += (
+            tl.load(moment_ptr + at, mask=inside, other=0.0) + (count * own)[:, None] * distance
+        )
     covariance = tl.sum(sums, 0) / columns + tl.where(rows == row, eps, 0.0)
-    tl.store(covariance_ptr + (n.to(tl.int64) * GROUPS + row) * GROUPS + rows, covariance, mask=rows < GROUPS)
+    tl.store(
+        covariance_ptr + (n.to(tl.int64) * GROUPS + row) * GROUPS + rows,
+        covariance,
+        mask=rows < GROUPS,
+    )
     tl.store(mean_ptr + n * GROUPS + rows, first + mean, mask=rows == row)
 
 
 def statistics(x: Tensor, groups: int, eps: float, mean: Tensor, covariance: Tensor) -> None:
     """Write the mean (N, g) and the covariance with eps (N, g, g) of each sample, in one or two launches."""
     n = x.shape[0]
-    splits, columns = launch.over_columns(launch.tuning_for(x).moments, groups, limited=True, x=x)
+    splits, columns = launch.over_columns(
+        launch.tuning_for(x).moments, groups, limited=True, x=x
+    )
     count, shift, offset, moment = None, None, mean, covariance
     if splits > 1:
         count, shift = launch.empty(x, n, splits), launch.empty(x, n, splits, groups)
-        offset, moment = launch.empty(x, n, splits, groups), launch.empty(x, n, splits, groups, groups)
-    launch.run(_moments, **columns, count_ptr=count, shift_ptr=shift, offset_ptr=offset, moment_ptr=moment, eps=eps)
+        offset, moment = (
+            launch.empty(x, n, splits, groups),
+            launch.empty(x, n, splits, groups, groups),
+        )
+    launch.run(
+        _moments,
+        **columns,
+        count_ptr=count,
+        shift_ptr=shift,
+        offset_ptr=offset,
+        moment_ptr=moment,
+        eps=eps,
+    )
     if splits > 1:
         rows = launch.padded_rows(groups)
         launch.run(
@@ -179,15 +206,24 @@ def _apply(
             k = depth + tl.arange(0, DEPTH)
             if DEPTH != ROWS:
                 mean = load_rows(mean_ptr, n, k, GROUPS)
-                whitening = to_operand(load_matrix(whitening_ptr, n, rows, k, GROUPS), OPERAND, PRECISION)
+                whitening = to_operand(
+                    load_matrix(whitening_ptr, n, rows, k, GROUPS), OPERAND, PRECISION
+                )
             inside = (k < GROUPS)[:, None] & exists[None, :]
-            x = tl.load(x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0)
+            x = tl.load(
+                x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0
+            )
             centered = x.to(tl.float32) - mean[:, None]
             if HALVES:
                 x_high, x_low = split_half(centered * scale)
                 y = multiply_half(high, low, x_high, x_low) * inverse
             else:
-                y = tl.dot(whitening, to_operand(centered, OPERAND, PRECISION), y, input_precision=PRECISION)
+                y = tl.dot(
+                    whitening,
+                    to_operand(centered, OPERAND, PRECISION),
+                    y,
+                    input_precision=PRECISION,
+                )
         if weight_ptr is not None:
             y *= load_per_channel(weight_ptr, rows, j, GROUPS, CPG, JB)
         if bias_ptr is not None:
@@ -210,7 +246,9 @@ def apply(
 ) -> None:
     """Write y = weight * (W (x - mean)) + bias to ``out``, with ReLU if ``relu``, in one launch."""
     groups = whitening.shape[-1]
-    _, columns = launch.over_columns(launch.tuning_for(x).apply, groups, matrix=True, x=x, y=out)
+    _, columns = launch.over_columns(
+        launch.tuning_for(x).apply, groups, matrix=True, x=x, y=out
+    )
     launch.run(
         _apply, **columns, mean_ptr=mean, sigma_ptr=sigma, whitening_ptr=whitening, weight_ptr=weight, bias_ptr=bias,
         RELU=relu,

@@ -1,0 +1,71 @@
+"""List the configs, or the norm names.
+
+`configs` prints the configs whose name and description contain all words, in any case. `norms` prints the norm names,
+or the norm layers of a config's model.
+"""
+
+import argparse
+
+from tabulate import tabulate
+
+from ...config import config_summary, read_config, shipped_configs
+from ...errors import ConfigError
+from ...model_zoo import list_configs
+from ...modeling import build_checked_model
+from ...norms import norm_options, norm_table
+from ...ops.solvers import SOLVERS
+from ...weights.network import full_name
+from ..console import new_parser, print_page
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """Return the parser of this command."""
+    parser = new_parser(
+        __doc__,
+        "configs mask_rcnn R_50 GW",
+        "norms --config-file COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml",
+    )
+    kinds = parser.add_subparsers(dest="kind", metavar="configs|norms", required=True)
+    configs = kinds.add_parser("configs", help="list the configs that contain all words")
+    configs.add_argument(
+        "words",
+        nargs="*",
+        metavar="WORD",
+        help="a part of name or description; default: all configs",
+    )
+    norms = kinds.add_parser("norms", help="list norm names, or the norms of a model")
+    norms.add_argument(
+        "--config-file",
+        metavar="FILE",
+        help="list the norm layers of this config's model instead",
+    )
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Print the list."""
+    if args.kind == "configs":
+        print_page(_configs(args.words))
+    elif args.config_file:
+        print_page(norm_table(build_checked_model(read_config(args.config_file), "meta")))
+    else:
+        options = {name: ", ".join(keys) for name, keys in norm_options().items()}
+        rows = [
+            (name, full_name(name, 256).partition(":")[2], keys)
+            for name, keys in options.items()
+        ]
+        print(tabulate(rows, headers=["norm", "defaults", "options"]))
+        print(
+            f"\nSolvers of GW and BW: {', '.join(SOLVERS)}. docs/norms.md says which norm to take."
+        )
+
+
+def _configs(words: list[str]) -> str:
+    files = shipped_configs()
+    rows = [f"{name}\n    {config_summary(files[name])}" for name in list_configs()]
+    found = [row for row in rows if all(word.lower() in row.lower() for word in words)]
+    if not found:
+        raise ConfigError(
+            f"WORD ({' '.join(words)}): no config has them all. Fix: give fewer words."
+        )
+    return "\n".join(found)

@@ -1,0 +1,150 @@
+"""Predict on images, folders and videos with a trained detector.
+
+The folder --output gets predictions.json (COCO results), images.json (their images and categories), counts.csv (objects
+of each class in each image) and pictures/ with the objects drawn. MODEL is a run folder (OUTPUT_DIR of a training) or a
+checkpoint. With --preview, the annotations of a dataset are drawn instead.
+"""
+
+import argparse
+import sys
+
+from ...errors import ConfigError
+from ...weights import detector_file
+from ...weights.opening import BEST_CHECKPOINT
+from .. import predict as prediction
+from ..console import MixedParser, check_folder, new_parser
+from ..predict.tiles import STATISTICS
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """Return the parser of this command."""
+    parser = new_parser(
+        __doc__,
+        "output/mydata photos --output predictions",
+        "output/mydata 'photos/**/*.jpg' clip.mp4 --output predictions --score-threshold 0.7",
+        "--preview annotations.json photos --output preview",
+        kind=MixedParser,
+        note="The exit status is 1 if a file cannot be read or needs too much memory; the others are predicted.",
+    )
+    add = parser.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        help="run folder or checkpoint; with --preview the folder of images",
+    )
+    add(
+        "inputs",
+        metavar="INPUT",
+        nargs="*",
+        help="image, folder of images, pattern in quotes, or video (with OpenCV)",
+    )
+    add(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="folder to create; replaces earlier predictions",
+    )
+    add(
+        "--config-file",
+        metavar="FILE",
+        help="config of a checkpoint; default: config.yaml beside it",
+    )
+    add(
+        "--score-threshold",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="keep scores above S, default: %(default)s",
+    )
+    add(
+        "--preview",
+        metavar="JSON",
+        help="draw up to 50 images with the annotations of this COCO file",
+    )
+    add(
+        "--tiles",
+        type=int,
+        metavar="N",
+        help="predict large images in overlapping tiles of N pixels, e.g. 1024",
+    )
+    add(
+        "--overlap",
+        type=int,
+        metavar="N",
+        help="pixels that neighboring tiles share, default: an eighth of N",
+    )
+    add(
+        "--statistics",
+        choices=STATISTICS,
+        help="GW and GN see the whole image (default), or each tile (faster)",
+    )
+    add("--no-pictures", action="store_true", help="draw no pictures")
+    add("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
+    add(
+        "--class-names",
+        metavar="A,B,...",
+        help="class names of a checkpoint; default: from its record or config",
+    )
+    add(
+        "--opts",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="KEY VALUE",
+        help="config keys to change; comes last",
+    )
+    return parser
+
+
+def main(args: argparse.Namespace) -> bool:
+    """Return whether all inputs were predicted."""
+    if args.tiles is None and (args.overlap, args.statistics) != (None, None):
+        raise ConfigError(
+            "--overlap, --statistics: only for tiles. Fix: give --tiles, e.g. 1024."
+        )
+    check_folder(args.output)
+    if args.preview:
+        given = {
+            name
+            for name, value in vars(args).items()
+            if value and value != get_parser().get_default(name)
+        }
+        if others := given - {"model", "output", "preview"}:
+            raise ConfigError(
+                f"--preview: takes no {', '.join(sorted(others))}. Fix: give only the folder of images."
+            )
+        count = prediction.write_preview(args.preview, args.model, args.output)
+        print(
+            f"{count} images with their annotations, and the number of objects in all images: {args.output}"
+        )
+        return True
+    sources = prediction.find_sources(args.inputs)
+    prediction.check_output(args.output, sources)  # before seconds of loading
+    detector = detector_file(args.model)
+    whole = prediction.open_predictor(
+        detector,
+        config_file=args.config_file,
+        opts=args.opts,
+        score_threshold=args.score_threshold,
+        device=args.device,
+        class_names=args.class_names and [name.strip() for name in args.class_names.split(",")],
+    )
+    predictor: prediction.Predictor | prediction.TiledPredictor = whole
+    if args.tiles is not None:
+        overlap = args.tiles // 8 if args.overlap is None else args.overlap
+        predictor = prediction.TiledPredictor(
+            whole, args.tiles, overlap, args.statistics or "image"
+        )
+    summary = prediction.write_predictions(
+        predictor, sources, args.output, pictures=not args.no_pictures
+    )
+    for name, reason in summary.failed.items():
+        print(f"{name}: {reason}", file=sys.stderr)
+    print(
+        f"{summary.images} images, {summary.detections} objects with a score above {args.score_threshold:g}, "
+        f"{summary.images / summary.seconds:.1f} images per second."
+    )
+    print(
+        f"Detector: {detector}{' (the best one by TEST.BEST)' if detector.endswith(BEST_CHECKPOINT) else ''}"
+    )
+    print(f"Predictions: {args.output}")
+    return not summary.failed

@@ -1,0 +1,111 @@
+"""Compare masks, boxes, areas and keypoints of COCO annotations, vectorized."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pycocotools.mask as mask_util
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+def is_coordinates(points: Any) -> bool:
+    """Return whether points look like a flat list of numbers."""
+    return isinstance(points, list) and (not points or isinstance(points[0], (int, float)))
+
+
+def is_polygon(points: Any) -> bool:
+    """Return whether points, x0, y0, x1, y1, ..., make a polygon that Detectron2 keeps."""
+    return is_coordinates(points) and len(points) >= 6 and len(points) % 2 == 0
+
+
+def is_run_length(mask: Any, size: tuple[int, int]) -> bool:
+    """Return whether a mask is an RLE of an image of ``size`` (height, width)."""
+    if not isinstance(mask, dict) or tuple(mask.get("size", ())) != size or min(size) < 1:
+        return False
+    counts: Any = mask.get("counts")  # a list is not compressed
+    return isinstance(counts, str) or (sum(counts) == size[0] * size[1] and min(counts) >= 0)
+
+
+def mask_boxes(masks: Sequence[Any], sizes: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
+    """Measure masks, polygons or RLE, of images of ``sizes`` (height, width).
+
+    Returns:
+        Boxes x0, y0, x1, y1, (N, 4), and areas, (N), in pixels; NaN without a polygon or valid RLE. An area of 0 is a
+        mask without a pixel.
+    """
+    boxes, areas = np.full((len(masks), 4), np.nan), np.full(len(masks), np.nan)
+    polygons = [
+        (index, polygon)
+        for index, mask in enumerate(masks)
+        if isinstance(mask, list)
+        for polygon in mask
+        if is_polygon(polygon)
+    ]
+    if polygons:
+        points = np.fromiter(
+            itertools.chain.from_iterable(polygon for _, polygon in polygons), float
+        ).reshape(-1, 2)
+        lengths = np.array([len(polygon) // 2 for _, polygon in polygons])
+        starts = np.cumsum(lengths) - lengths
+        following = np.arange(1, len(points) + 1)
+        following[starts + lengths - 1] = starts
+        cross = points[:, 0] * points[following, 1] - points[following, 0] * points[:, 1]
+        shoelace = np.abs(np.add.reduceat(cross, starts)) / 2
+        owners, first = np.unique([index for index, _ in polygons], return_index=True)
+        boxes[owners] = np.hstack(
+            [
+                np.minimum.reduceat(points, starts[first]),
+                np.maximum.reduceat(points, starts[first]),
+            ]
+        )
+        areas[owners] = np.add.reduceat(shoelace, first)
+    runs = [
+        index
+        for index, (mask, size) in enumerate(zip(masks, sizes, strict=True))
+        if is_run_length(mask, size)
+    ]
+    if runs:
+        compressed = [
+            mask_util.frPyObjects(mask, *mask["size"])
+            if isinstance(mask["counts"], list)
+            else mask
+            for mask in map(masks.__getitem__, runs)
+        ]
+        found = mask_util.toBbox(compressed)
+        boxes[runs] = np.hstack([found[:, :2], found[:, :2] + found[:, 2:]])
+        areas[runs] = list(
+            map(mask_util.area, compressed)
+        )  # pycocotools 2.0.11 cannot count more than 255 at once
+    return boxes, areas
+
+
+def corners(boxes: Floats) -> Floats:
+    """Return boxes x, y, width, height, (N, 4), as x0, y0, x1, y1."""
+    return np.hstack([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]])
+
+
+def far_apart(boxes: Floats, masks: Floats, sizes: Floats) -> Flags:
+    """Compare boxes with boxes of masks, both x0, y0, x1, y1, inside of images of ``sizes`` (height, width).
+
+    An edge may differ by one pixel, as tools round, and by a quarter of the mask, as people draw.
+    """
+    limits = np.tile(sizes[:, ::-1], 2)
+    distance = np.abs(np.clip(boxes, 0, limits) - np.clip(masks, 0, limits)).max(axis=1)
+    with np.errstate(invalid="ignore"):  # NaN: no mask
+        return distance > 1 + (masks[:, 2:] - masks[:, :2]).max(axis=1) / 4
+
+
+def wrong_areas(given: Floats, boxes: Floats, masks: Floats) -> Flags:
+    """Return which areas fit neither the mask, to a factor of 2, nor the box.
+
+    Without a mask (NaN), an area may be smaller than the box, as a mask would be, to a limit.
+    """
+    with np.errstate(invalid="ignore"):
+        like_mask = (given >= masks / 2 - 2) & (given <= 2 * masks + 2)
+        like_box = (given > 0.9 * boxes) & (given < 1.1 * boxes)
+        inside_box = (given < 1.1 * boxes) & ((given > 1) | (boxes < 4)) & (given > boxes / 200)
+        return (boxes > 0) & ~np.where(np.isnan(masks), inside_box, like_mask | like_box)

@@ -1,0 +1,158 @@
+"""Transforms of torchvision.transforms.v2 in Detectron2's data pipeline."""
+
+import ast
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetMapper
+from detectron2.data.detection_utils import filter_empty_instances
+from detectron2.data.transforms import Augmentation, AugmentationList, ResizeShortestEdge
+from fvcore.transforms.transform import Transform
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from ...errors import ConfigError, similar_names
+
+#: random numbers that the images of a batch share: the training data seed it for each image
+OF_BATCH = random.Random()
+# classes with a forward() of their own, such as RandAugment, do not tell which parameters they draw
+_USABLE = {
+    name: kind
+    for name, kind in vars(v2).items()
+    if isinstance(kind, type) and issubclass(kind, v2.Transform) and "forward" not in vars(kind)
+}
+
+
+def training_mapper(cfg: CfgNode) -> DatasetMapper:
+    """Build Detectron2's mapper of training examples, with ``INPUT.AUGMENTATIONS`` before its own augmentations.
+
+    Those of colors come last, on the resized image, which usually has fewer pixels.
+    """
+    ours = build_augmentations(cfg)
+    mapper = (_TightBoxes if any(each.moves for each in ours) else DatasetMapper)(cfg, True)
+    theirs = mapper.augmentations.augs
+    if cfg.INPUT.SCALE_PER_BATCH:
+        theirs = [
+            _BatchScale(each) if isinstance(each, ResizeShortestEdge) else each
+            for each in theirs
+        ]
+    colors = [each for each in ours if each.recolors]
+    mapper.augmentations = AugmentationList(
+        [*(each for each in ours if not each.recolors), *theirs, *colors]
+    )
+    return mapper
+
+
+class _BatchScale(Augmentation):
+    """Detectron2's resizing with one draw for a batch: less padding, whose zeros enter the statistics of GN and GW."""
+
+    def __init__(self, resize: ResizeShortestEdge) -> None:
+        self.resize = resize
+
+    def get_transform(self, image: np.ndarray) -> Transform:
+        sides = self.resize.short_edge_length
+        side = OF_BATCH.randint(*sides) if self.resize.is_range else OF_BATCH.choice(sides)
+        return ResizeShortestEdge(
+            (side, side), self.resize.max_size, interp=self.resize.interp
+        ).get_transform(image)
+
+
+class _TightBoxes(DatasetMapper):
+    """Give objects with a mask the box of the mask: boxes around turned boxes are too large."""
+
+    def __call__(self, dataset_dict: dict) -> dict:
+        example = super().__call__(dataset_dict)
+        objects = example.get("instances")
+        if objects is not None and objects.has("gt_masks"):
+            objects.gt_boxes = objects.gt_masks.get_bounding_boxes()
+            objects.gt_boxes.clip(objects.image_size)  # polygons may leave the image
+            example["instances"] = filter_empty_instances(objects)
+        return example
+
+
+def build_augmentations(cfg: CfgNode) -> "list[_TorchvisionAugmentation]":
+    """Build ``INPUT.AUGMENTATIONS``: calls such as ``RandomCrop(size=512)``, of which no code is run.
+
+    Other calls than of transforms, with plain values, that move boxes and masks along are a ConfigError.
+    """
+    return [_TorchvisionAugmentation(str(call), cfg) for call in cfg.INPUT.AUGMENTATIONS]
+
+
+class _TorchvisionAugmentation(Augmentation):
+    def __init__(self, call: str, cfg: CfgNode) -> None:
+        super().__init__()
+        self._bgr = cfg.INPUT.FORMAT == "BGR"
+        try:
+            node = ast.parse(call if "(" in call else f"{call}()", mode="eval").body
+            name = ast.unparse(node.func)  # type: ignore[attr-defined]
+            if name not in _USABLE:
+                raise ValueError(f"not a supported transform.{similar_names(name, _USABLE)}")
+            module = _USABLE[name].__module__
+            self.moves, self.recolors = module.endswith("_geometry"), module.endswith("_color")
+            if name in ("RandomHorizontalFlip", "RandomVerticalFlip") and cfg.MODEL.KEYPOINT_ON:
+                raise ValueError(
+                    "does not exchange left and right keypoints, as INPUT.RANDOM_FLIP does"
+                )
+            keywords = {each.arg: ast.literal_eval(each.value) for each in node.keywords}  # type: ignore[attr-defined]
+            self._transform = _USABLE[name](*map(ast.literal_eval, node.args), **keywords)  # type: ignore[attr-defined]
+            moved = self.get_transform(np.zeros((600, 600, 3), np.uint8))
+            moved.apply_coords(np.zeros((1, 2)))  # torchvision before 0.24 cannot
+            if moved.apply_image(None).dtype != np.uint8:
+                raise TypeError("does not return an image of 8 bits")
+        except Exception as error:  # torchvision's classes raise several
+            if "is larger than input image" in str(error):  # a crop, which may fit the images
+                return
+            raise ConfigError(
+                f"INPUT.AUGMENTATIONS ({call!r}): {str(error).rstrip('.') or type(error).__name__}. Fix: give calls "
+                "with plain values of transforms that move boxes and masks along, such as 'RandomCrop(size=512)'."
+            ) from error
+
+    def get_transform(self, image: np.ndarray) -> Transform:
+        return _Move(self._transform, image, self._bgr)
+
+
+class _Move(Transform):
+    """A transform with the parameters that it has drawn for an image."""
+
+    def __init__(self, transform: v2.Transform, image: np.ndarray, bgr: bool) -> None:
+        super().__init__()
+        drawn: list[
+            Any
+        ] = []  # stays empty where a transform with a probability leaves the image as it is
+
+        def draw(value: Any, params: Any) -> Any:
+            drawn.append(params)
+            return transform.transform(value, params)
+
+        drawing = copy.copy(transform)
+        drawing.transform = draw
+        order = slice(None, None, -1 if bgr else 1)  # hue and gray values are computed from RGB
+        pixels = drawing(
+            tv_tensors.Image(torch.from_numpy(image[:, :, order].transpose(2, 0, 1).copy()))
+        )
+        self._pixels = np.ascontiguousarray(np.asarray(pixels).transpose(1, 2, 0)[:, :, order])
+        self._move = (
+            (lambda value: transform.transform(value, drawn[0]))
+            if drawn
+            else (lambda value: value)
+        )
+        self._size = image.shape[:2]
+
+    def apply_image(self, img: Any) -> np.ndarray:
+        return self._pixels
+
+    def apply_coords(self, coords: np.ndarray) -> np.ndarray:
+        points = torch.from_numpy(
+            np.hstack([coords, coords]).astype(float)
+        )  # torchvision's keypoints are pixels
+        boxes = tv_tensors.BoundingBoxes(
+            points, format="XYXY", canvas_size=self._size, clamping_mode=None
+        )
+        return np.asarray(self._move(boxes))[:, :2]
+
+    def apply_segmentation(self, segmentation: np.ndarray) -> np.ndarray:
+        return np.asarray(self._move(tv_tensors.Mask(torch.from_numpy(segmentation)[None])))[0]

@@ -1,0 +1,459 @@
+"""Detectron2's DefaultTrainer with exact resume, atomic checkpoints, COCO evaluation and diagnosed failures."""
+
+import importlib.util
+import logging
+import os
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from detectron2.config import CfgNode
+from detectron2.data import (
+    DatasetMapper,
+    Metadata,
+    MetadataCatalog,
+    build_detection_test_loader,
+)
+from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, create_ddp_model, hooks
+from detectron2.engine.train_loop import TrainerBase
+from detectron2.evaluation import (
+    COCOPanopticEvaluator,
+    DatasetEvaluator,
+    DatasetEvaluators,
+    SemSegEvaluator,
+)
+from detectron2.modeling import GeneralizedRCNNWithTTA
+from detectron2.utils import comm
+from detectron2.utils.events import EventWriter
+from detectron2.utils.file_io import PathManager
+from fvcore.nn.precise_bn import get_bn_modules
+
+from ...atomic import AtomicPathManager, remove_unfinished
+from ...config import changed_config
+from ...errors import ConfigError, NonFiniteError
+from ...norms.listing import norm_summary
+from ...weights import (
+    RUN_RECORD,
+    GWDetectionCheckpointer,
+    LoadReport,
+    RunRecord,
+    StartWeights,
+    load_checkpoint,
+    open_start_weights,
+)
+from ..dataset.dataset_checks import wrong_evaluator
+from ..dataset.datasets_yaml import classes_of
+from ..images.augmentations import training_mapper
+from ..images.reading import ImageNamingMapper
+from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
+from .folder import clear_output, earlier_run, remove_files, restored_at_error
+from .hooks import BestWeights, LossGuard, SignalHook, TrainingEnded, WeightAverage
+from .logs import TrackerWriter
+from .optimizer import accumulated_step, set_norm_decay
+from .start import check_same_start, start_run
+from .training_data import (
+    INITIAL_WEIGHTS,
+    STEP,
+    TrainingData,
+    build_training_data,
+    seed_generators,
+)
+
+log = logging.getLogger(__name__)
+
+_WEIGHTS_ONLY = (
+    "leave out --resume and set MODEL.WEIGHTS to the checkpoint, to load its weights only."
+)
+
+
+class Trainer(DefaultTrainer):
+    """Detectron2's default trainer with COCO evaluation of boxes and masks.
+
+    Data errors name the image, a non-finite loss is diagnosed, checkpoints are written atomically and read safely, and
+    several processes also work on the CPU. An iteration is one optimizer step with ``SOLVER.ACCUMULATE`` batches.
+
+    All random numbers follow from the seed of the run, which is ``SEED``, or random if that is negative. Checkpoints
+    store the seed and the position in the data: a resumed run equals an uninterrupted one. Not restored are the data of
+    an overridden :meth:`build_train_loader` and of PreciseBN.
+
+    Building it checks the run, locks ``OUTPUT_DIR`` until :meth:`train` ends, and writes the record of the run there.
+
+    Args:
+        cfg: Detectron2's config with this package's keys.
+        resume: continue the run in ``OUTPUT_DIR``; None: if it has a checkpoint, :meth:`resume_or_load` may.
+        overwrite: remove an earlier run from ``OUTPUT_DIR`` when the training starts.
+        allow_partial: accept weights that lack a part of the backbone or were trained with other norms.
+        ignore_preflight: log errors of the checks as warnings.
+
+    Raises:
+        PreflightError: the run would fail later or learn nothing. Nothing has been written.
+        RunError: another training writes to ``OUTPUT_DIR``.
+    """
+
+    def __init__(
+        self,
+        cfg: CfgNode,
+        *,
+        resume: bool | None = None,
+        overwrite: bool = False,
+        allow_partial: bool = False,
+        ignore_preflight: bool = False,
+    ) -> None:
+        # DefaultTrainer's passes a GPU number to DistributedDataParallel also for a model on the CPU.
+        TrainerBase.__init__(self)
+        if "COMPILE" not in cfg.MODEL:
+            raise ConfigError(
+                "cfg: has no keys of this package. Fix: call gw_detectron.add_gw_config(cfg) after get_cfg()."
+            )
+        names = ("build_evaluator", "build_test_loader")
+        own = [
+            name
+            for name in names
+            if getattr(type(self), name).__code__ is not getattr(Trainer, name).__code__
+        ]
+        if (
+            loss_left_out := "build_test_loader" in own and cfg.TEST.LOSS
+        ):  # computed with the default mapper
+            cfg = changed_config(cfg, {"TEST.LOSS": False})
+        self.start: StartWeights | None
+        self.start, lock, self._earlier = start_run(
+            cfg,
+            resume=resume,
+            overwrite=overwrite,
+            allow_partial=allow_partial,
+            ignore_preflight=ignore_preflight,
+            own_evaluator="build_evaluator" in own,
+        )
+        if loss_left_out:
+            log.info(
+                "TEST.LOSS: left out, because %s overrides build_test_loader",
+                type(self).__name__,
+            )
+        self.allow_partial = allow_partial
+        with lock, restored_at_error(self._earlier):
+            self._build(cfg)
+            self._lock = lock.pop_all()
+
+    def _build(self, cfg: CfgNode) -> None:
+        given = cfg.dump()
+        self._draws_seed = cfg.SEED < 0
+        if self._draws_seed:
+            cfg = changed_config(cfg, {"SEED": int(comm.shared_random_seed())})
+        seed_generators(cfg.SEED, INITIAL_WEIGHTS, comm.get_rank())
+        self.cfg = cfg = self.auto_scale_workers(cfg, comm.get_world_size())
+        model = self.build_model(cfg)
+        optimizer = self.build_optimizer(cfg, model)
+        loader = self.build_train_loader(cfg)
+        self._loss_guard = LossGuard(model)
+        device_ids = None if cfg.MODEL.DEVICE == "cpu" else [comm.get_local_rank()]
+        model = create_ddp_model(model, broadcast_buffers=False, device_ids=device_ids)
+        # a copy of what DistributedDataParallel has made equal in all processes
+        self._average = (
+            WeightAverage(self._loss_guard.model, cfg.SOLVER.EMA) if cfg.SOLVER.EMA else None
+        )
+        self._trainer = (AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer)(
+            model, loader, optimizer
+        )
+        self.scheduler = self.build_lr_scheduler(cfg, optimizer)
+        saved = self._average.averaged if self._average else model
+        self.checkpointer = GWDetectionCheckpointer(
+            saved, cfg.OUTPUT_DIR, trainer=weakref.proxy(self)
+        )
+        self.checkpointer.path_manager = AtomicPathManager(PathManager)
+        trained_on = (
+            MetadataCatalog.get(cfg.DATASETS.TRAIN[0]) if cfg.DATASETS.TRAIN else Metadata()
+        )
+        self.record = RunRecord(given, cfg.SEED, classes_of(trained_on))
+        self.checkpointer.add_checkpointable(RUN_RECORD, self.record)
+        self.start_iter, self.max_iter = 0, cfg.SOLVER.MAX_ITER
+        self.register_hooks(self.build_hooks())
+
+    @classmethod
+    def build_model(cls, cfg: CfgNode) -> torch.nn.Module:
+        """Build the model; compile its backbone if ``MODEL.COMPILE``."""
+        model = super().build_model(cfg)
+        if cfg.MODEL.COMPILE:
+            model.backbone.compile()
+        return model
+
+    @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizer, solver = super().build_optimizer(cfg, model), cfg.SOLVER
+        optimizer.param_groups = set_norm_decay(
+            optimizer.param_groups, model, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS
+        )
+        return optimizer
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> Any:
+        return build_training_data(
+            cfg, ImageNamingMapper(training_mapper(cfg), cfg.INPUT.PERCENTILES)
+        )
+
+    @classmethod
+    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
+        mapper = ImageNamingMapper(DatasetMapper(cfg, False), cfg.INPUT.PERCENTILES)
+        return build_detection_test_loader(cfg, dataset_name, mapper=mapper)
+
+    @classmethod
+    def build_evaluator(
+        cls, cfg: CfgNode, dataset_name: str, output_folder: str | None = None
+    ) -> DatasetEvaluator:
+        """Build the evaluators of what the model predicts: boxes, masks, keypoints, semantic and panoptic masks.
+
+        Predictions are written to ``output_folder``, which is ``inference`` in ``OUTPUT_DIR`` if None.
+        """
+        if problem := wrong_evaluator(cfg, dataset_name):
+            raise ConfigError(problem)
+        folder = output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")
+        architecture = cfg.MODEL.META_ARCHITECTURE
+        if architecture == "SemanticSegmentor":
+            return SemSegEvaluator(dataset_name, output_dir=folder)
+        tasks = {"bbox": True, "segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
+        objects = build_coco_evaluator(
+            dataset_name,
+            folder,
+            detections=cfg.TEST.DETECTIONS_PER_IMAGE,
+            tasks=tuple(task for task, wanted in tasks.items() if wanted),
+            kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
+        )
+        if architecture != "PanopticFPN":
+            return objects
+        evaluators = [objects, SemSegEvaluator(dataset_name, output_dir=folder)]
+        if importlib.util.find_spec("panopticapi"):
+            evaluators.append(COCOPanopticEvaluator(dataset_name, folder))
+        else:
+            log.warning(
+                "panopticapi is not installed: panoptic quality (PQ) is not computed, only its parts. "
+                "Fix: pip install git+https://github.com/cocodataset/panopticapi.git"
+            )
+        return DatasetEvaluators(evaluators)
+
+    def build_hooks(self) -> list[Any]:
+        cfg = self.cfg
+        self._signals = SignalHook(cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD)
+        built: list[Any] = [
+            hooks.IterationTimer(),
+            hooks.LRScheduler(),
+            *filter(None, [self._average]),
+        ]
+        if cfg.TEST.PRECISE_BN.ENABLED and get_bn_modules(self.model):
+            # before the checkpoints and the evaluation, which use the statistics
+            data = self.build_train_loader(changed_config(cfg, {"DATALOADER.NUM_WORKERS": 0}))
+            built.append(
+                hooks.PreciseBN(
+                    cfg.TEST.EVAL_PERIOD,
+                    self.checkpointer.model,
+                    data,
+                    cfg.TEST.PRECISE_BN.NUM_ITER,
+                )
+            )
+        if comm.is_main_process():
+            built.append(
+                hooks.PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD)
+            )
+        evaluations = [hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._evaluate)]
+        if cfg.TEST.LOSS and cfg.TEST.EVAL_PERIOD > 0:
+            evaluations.append(hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._validate))
+        built += [self._signals, *evaluations]
+        augmented = [hooks.EvalHook(0, self._evaluate_with_TTA)] if cfg.TEST.AUG.ENABLED else []
+        if cfg.TEST.BEST:
+            built.append(BestWeights(cfg, self.checkpointer, evaluations, augmented))
+        built += augmented
+        if comm.is_main_process():
+            built.append(hooks.PeriodicWriter(self.build_writers(), period=20))
+        return built
+
+    def build_writers(self) -> list[EventWriter]:
+        return [
+            *super().build_writers(),
+            *([TrackerWriter(self.cfg)] if self.cfg.TRACKER else []),
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        # In v0.6 DefaultTrainer saves no optimizer, whose momentum a resumed run needs; HEAD saves it by this name.
+        state = TrainerBase.state_dict(self) | {
+            "_trainer": self._trainer.state_dict(),
+            "seed": self.record.seed,
+        }
+        if hasattr(self._loss_guard.model, LOSS_NORMALIZER):
+            state[LOSS_NORMALIZER] = float(getattr(self._loss_guard.model, LOSS_NORMALIZER))
+        if isinstance(self.data_loader, TrainingData):
+            state["data"] = self.data_loader.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the training state, the seed and the position in the data."""
+        try:
+            TrainerBase.load_state_dict(self, state_dict)
+            if "_trainer" in state_dict:
+                self._trainer.load_state_dict(state_dict["_trainer"])
+            else:
+                log.warning(
+                    "--resume: no optimizer state in the checkpoint: the momentum starts from zero"
+                )
+            if LOSS_NORMALIZER in state_dict:
+                setattr(
+                    self._loss_guard.model, LOSS_NORMALIZER, float(state_dict[LOSS_NORMALIZER])
+                )
+            self._load_randomness(state_dict)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"--resume: the training state of the checkpoint does not fit this config: {error}. SOLVER or "
+                f"MODEL.BACKBONE.FREEZE_AT differ, or other software wrote it. Fix: {_WEIGHTS_ONLY}"
+            ) from error
+
+    def _load_randomness(self, state: dict[str, Any]) -> None:
+        seed = state.get("seed")
+        if seed is None:
+            log.warning(
+                "--resume: the checkpoint has no seed: random numbers differ from an uninterrupted run's"
+            )
+        elif self._draws_seed:
+            self.record.seed = int(seed)
+        elif seed != self.cfg.SEED:
+            log.warning(
+                "--resume: SEED %s is not the checkpoint's %s: random numbers differ",
+                self.cfg.SEED,
+                seed,
+            )
+        if not isinstance(self.data_loader, TrainingData):
+            log.warning(
+                "--resume: the training data start from the beginning: build_train_loader stores no position"
+            )
+            return
+        self.data_loader.seed = self.record.seed
+        self.data_loader.load_state_dict(state.get("data", {"batches": state["iteration"] + 1}))
+
+    def resume_or_load(self, resume: bool = True) -> LoadReport:
+        """Load the last checkpoint of ``OUTPUT_DIR`` with its training state, or ``MODEL.WEIGHTS``.
+
+        Without ``resume``, a checkpoint in ``OUTPUT_DIR`` is a ConfigError.
+        """
+        folder = self.cfg.OUTPUT_DIR
+        start = self.start or open_start_weights(
+            self.cfg.MODEL.WEIGHTS, folder if resume else ""
+        )
+        self.start = None  # its tensors would be kept during the training
+        if start.resumed and not resume:
+            raise ConfigError(earlier_run(folder))
+        checkpoint = start.checkpoint()
+        if start.resumed and checkpoint:
+            try:
+                self.start_iter = 1 + int(checkpoint.metadata["trainer"]["iteration"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"--resume ('{start.address}'): no training state in it ({error!r}). Fix: {_WEIGHTS_ONLY}"
+                ) from None
+        elif checkpoint and comm.is_main_process():
+            self.record.set_start_weights(checkpoint)
+        with restored_at_error(self._earlier):
+            report = load_checkpoint(
+                self.checkpointer, checkpoint, allow_partial=self.allow_partial
+            )
+        if self._average:
+            self._average.start()
+        if start.resumed and checkpoint:
+            for name, checkpointable in self.checkpointer.checkpointables.items():
+                if name in checkpoint.metadata:
+                    checkpointable.load_state_dict(checkpoint.metadata[name])
+        log.info("norms: %s", norm_summary(self.checkpointer.model))
+        log.info(str(report))
+        log.info("seed: %d", self.record.seed)
+        check_same_start(self.checkpointer.model, start, self.start_iter)
+        return report
+
+    def before_step(self) -> None:
+        seed_generators(self.record.seed, STEP, comm.get_rank(), self.iter)
+        super().before_step()
+
+    def run_step(self) -> None:
+        try:
+            if self.cfg.SOLVER.ACCUMULATE == 1:
+                super().run_step()
+            else:
+                self._trainer.iter = self.iter  # after v0.6 its metrics read it
+                accumulated_step(self._trainer, self.cfg.SOLVER.ACCUMULATE)
+        except (FloatingPointError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+            cause = self._loss_guard.explain(autocast=isinstance(self._trainer, AMPTrainer))
+            raise NonFiniteError(f"iteration {self.iter}: {error}\n{cause}") from error
+
+    def train(self) -> dict | None:
+        """Train to ``SOLVER.MAX_ITER``; return the results of the last evaluation, or None.
+
+        A loss that is not finite is a NonFiniteError.
+        """
+        if self.start and self.start.resumed:
+            raise ConfigError(earlier_run(self.cfg.OUTPUT_DIR))
+        if self.start and self.start.address:
+            log.warning(
+                "MODEL.WEIGHTS ('%s'): not loaded. Fix: call resume_or_load() first.",
+                self.start.address,
+            )
+        if self.start_iter >= self.max_iter:
+            log.warning(
+                "SOLVER.MAX_ITER (%d): the run has finished and is only evaluated",
+                self.max_iter,
+            )
+        if comm.is_main_process():
+            remove_unfinished(self.cfg.OUTPUT_DIR)
+            remove_files(self._earlier)
+        try:
+            with self._lock:
+                super().train()
+        except TrainingEnded as end:
+            log.info("%s", end)
+        return getattr(self, "_last_eval_results", None)
+
+    @classmethod
+    def test(cls, cfg: CfgNode, model: torch.nn.Module, evaluators: Any = None) -> OrderedDict:
+        """Evaluate on ``DATASETS.TEST``; see Detectron2's ``DefaultTrainer.test``.
+
+        All processes use the running statistics of the main one, which checkpoints contain.
+        """
+        if comm.get_world_size() > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+        return super().test(cfg, model, evaluators)
+
+    @classmethod
+    def test_with_TTA(cls, cfg: CfgNode, model: torch.nn.Module) -> OrderedDict:
+        """Evaluate with test-time augmentation (``TEST.AUG``); result names end in ``_TTA``."""
+        log.info("Running inference with test-time augmentation ...")
+        folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
+        evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
+        results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
+        return OrderedDict((f"{key}_TTA", value) for key, value in results.items())
+
+    def _evaluate(self) -> OrderedDict | None:
+        if self._signals.received:
+            return None  # Detectron2 would evaluate after the last step, also when the run was stopped there
+        if comm.is_main_process():
+            clear_output(
+                self.cfg.OUTPUT_DIR
+            )  # an evaluation of another checkpoint may have come between
+        self._last_eval_results = self.test(self.cfg, self.checkpointer.model)
+        return self._last_eval_results
+
+    def _validate(self) -> None:
+        if self._signals.received:
+            return
+        model, trained = self.checkpointer.model, self._loss_guard.model
+        if hasattr(trained, LOSS_NORMALIZER):  # which the averaged model lacks
+            setattr(model, LOSS_NORMALIZER, getattr(trained, LOSS_NORMALIZER))
+        losses = validation_losses(self.cfg, model, self.record.seed)
+        if comm.is_main_process():
+            self.storage.put_scalars(**losses, smoothing_hint=False)
+            for (
+                name
+            ) in losses:  # Detectron2's log would show the median of the last 20 evaluations
+                self.storage.histories().pop(name, None)
+
+    def _evaluate_with_TTA(self) -> OrderedDict | None:
+        return (
+            None
+            if self._signals.received
+            else self.test_with_TTA(self.cfg, self.checkpointer.model)
+        )

@@ -1,0 +1,69 @@
+"""Which files are found, and how their pixels are read."""
+
+import shutil
+
+import pytest
+
+from gw_detectron.errors import DataError, MissingFileError
+from gw_detectron.workbench.predict import find_sources
+
+
+def names(*inputs):
+    return [source.name for source in find_sources(map(str, inputs))]
+
+
+def test_a_folder_a_pattern_and_files(tmp_path, photos, monkeypatch):
+    assert names(photos) == ["b.png", "sub/a.jpg"]
+    assert names(photos / "sub") == ["a.jpg"]
+    assert names(photos / "**" / "*.jpg") == ["a.jpg"]
+    assert names(photos / "sub" / "a.jpg", photos / "b.png") == ["sub/a.jpg", "b.png"]
+    shutil.copy(photos / "b.png", photos / "sub" / "b[1].png")
+    assert names(photos / "sub" / "b[1].png") == ["b[1].png"]  # no pattern
+    (photos / "sub" / "b[1].png").unlink()
+    monkeypatch.chdir(photos)
+    assert names("*.png", photos) == ["b.png", "sub/a.jpg"]  # each file once
+    (tmp_path / "more").mkdir()  # equal names in two folders
+    shutil.copy(photos / "b.png", tmp_path / "more" / "b.png")
+    assert names(tmp_path / "more", photos / "b.png") == ["more/b.png", "photos/b.png"]
+
+
+def test_nothing_to_read(tmp_path):
+    for missing in ("none.jpg", "*.jpg"):
+        with pytest.raises(
+            MissingFileError, match=r"input \('.*'\): not found .* Fix: give images"
+        ):
+            find_sources([str(tmp_path / missing)])
+    for nothing in ([], [str(tmp_path)]):
+        with pytest.raises(DataError, match="none"):
+            find_sources(nothing)
+
+
+def test_frames_of_a_video(video):
+    (source,) = find_sources([str(video)])
+    frames = list(source.images())
+    assert source.is_video and len(frames) == 5
+    assert frames[0].shape == (48, 64, 3)
+    assert [round(frame[..., 0].mean() / 60) for frame in frames] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]  # red grows
+    assert frames[4][..., 2].mean() < 5
+
+
+def test_damaged_files(tmp_path, video):
+    (tmp_path / "text.jpg").write_text("no image")
+    (tmp_path / "cut.avi").write_bytes(video.read_bytes()[:200])
+    for name in ("text.jpg", "cut.avi"):
+        with pytest.raises(DataError, match=name):
+            list(find_sources([tmp_path / name])[0].images())
+    content = video.read_bytes()
+    (tmp_path / "half.avi").write_bytes(
+        content[: content.rindex(b"00dc", 0, content.index(b"idx1")) - 100]
+    )
+    frames = find_sources([tmp_path / "half.avi"])[0].images()
+    with pytest.raises(DataError, match=r"half.avi'\): . of about 5 frames"):
+        for count, _ in enumerate(frames, 1):
+            assert count < 5

@@ -1,0 +1,120 @@
+"""Predictors of run folders and checkpoints: the numbers are Detectron2's."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from detectron2.engine import DefaultPredictor
+
+from gw_detectron.config import read_config
+from gw_detectron.errors import ConfigError, MissingFileError, UserError
+from gw_detectron.workbench.predict import open_predictor
+
+NAMES = ["fork", "cup", "plate"]
+
+
+def check_same(found, expected, tolerance=0.0):
+    assert len(found) == len(expected) > 3
+    assert torch.equal(found.pred_classes, expected.pred_classes)
+    assert torch.allclose(
+        found.pred_boxes.tensor, expected.pred_boxes.tensor, atol=100 * tolerance, rtol=0
+    )
+    assert torch.allclose(found.scores, expected.scores, atol=tolerance, rtol=0)
+    assert found.pred_masks.shape == expected.pred_masks.shape
+    assert (found.pred_masks ^ expected.pred_masks).float().mean() <= tolerance
+
+
+@pytest.mark.parametrize("channels", ["RGB", "BGR"])
+def test_a_run_folder_predicts_as_detectron2(run_folder, tmp_path, channels):
+    image = np.random.default_rng(1).integers(0, 256, (50, 201, 3), np.uint8)
+    cfg = read_config(str(run_folder / "config.yaml"), ["INPUT.FORMAT", channels])
+    content = torch.load(run_folder / "model_final.pth", weights_only=False)
+    content["record"]["config"] = cfg.dump()
+    run_folder = tmp_path
+    torch.save(content, run_folder / "model_final.pth")
+    (run_folder / "config.yaml").write_text(cfg.dump())
+    predictor = open_predictor(str(run_folder), score_threshold=0.1, device="cpu")
+    cfg.MODEL.WEIGHTS, cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = (
+        str(run_folder / "model_final.pth"),
+        0.1,
+    )
+    check_same(
+        predictor(image), DefaultPredictor(cfg)(image[:, :, ::-1])["instances"]
+    )  # it takes BGR
+    assert predictor.metadata.thing_classes == NAMES
+    assert predictor.metadata.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
+
+
+def test_the_last_checkpoint_of_a_moved_run_is_taken(run_folder, tmp_path, photo):
+    moved = tmp_path / "moved"
+    shutil.copytree(run_folder, moved)
+    content = torch.load(moved / "model_final.pth", weights_only=False)
+    content["model"]["roi_heads.box_predictor.cls_score.weight"] *= 0.5
+    torch.save(content, moved / "model_0000009.pth")
+    by_file = open_predictor(str(moved / "model_0000009.pth"), score_threshold=0.1)(photo)
+    first = open_predictor(str(moved), score_threshold=0.1)(photo)
+    assert not torch.equal(first.scores, by_file.scores)
+    (moved / "last_checkpoint").write_text("model_0000009.pth")
+    check_same(open_predictor(str(moved), score_threshold=0.1)(photo), by_file)
+    (moved / "last_checkpoint").unlink()
+    check_same(open_predictor(str(moved), score_threshold=0.1)(photo), first)
+
+
+def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
+    weights = tmp_path / "weights.pth"
+    weights.symlink_to(run_folder / "model_final.pth")
+    for path, missing in (
+        (tmp_path / "none", "none"),
+        (weights, "its config"),
+        (tmp_path, "its config"),
+    ):
+        with pytest.raises(MissingFileError, match=missing):
+            open_predictor(path)
+    with pytest.raises(UserError, match="does not fit the model"):
+        open_predictor(
+            str(weights), config_file="COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml"
+        )  # of the package
+    with pytest.raises(UserError, match=r"other shapes .*cls_score.weight.*Fix: .*NUM_CLASSES"):
+        opts, names = ["MODEL.ROI_HEADS.NUM_CLASSES", 6], list("abcdef")
+        open_predictor(
+            str(weights),
+            config_file=str(run_folder / "config.yaml"),
+            opts=opts,
+            class_names=names,
+        )
+    config = tmp_path / "elsewhere.yaml"
+    shutil.copy(run_folder / "config.yaml", config)
+    for names in (["a", "b", "c"], None):
+        metadata = open_predictor(
+            str(weights), config_file=str(config), class_names=names
+        ).metadata
+        assert metadata.thing_classes == (names or NAMES)
+        assert metadata.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
+    content = torch.load(weights, weights_only=False)
+    del content["record"]
+    torch.save(content, tmp_path / "unnamed.pth")
+    unnamed = open_predictor(str(tmp_path / "unnamed.pth"), config_file=str(config))
+    assert (
+        unnamed.metadata.get("thing_classes", None) is None
+        and "class names: not in" in caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"opts": ["MODEL.WEIGHTS", "x.pth"]}, r"MODEL\.WEIGHTS: not a key for prediction"),
+        ({"opts": ["MODEL.WEIGHT", "x.pth"]}, "unknown config key 'MODEL.WEIGHT'"),
+        (
+            {"opts": ["INPUT.FORMAT", "BGR"]},
+            "these weights expect different preprocessing .*INPUT.FORMAT 'RGB'",
+        ),
+        ({"score_threshold": 1.1}, r"score_threshold \(1.1\)"),
+        ({"score_threshold": float("nan")}, r"score_threshold \(nan\)"),
+        ({"class_names": ["fork"]}, r"class names \(1\): MODEL\.ROI_HEADS\.NUM_CLASSES is 3"),
+    ],
+)
+def test_options_that_do_not_fit(run_folder, options, message):
+    with pytest.raises(ConfigError, match=message):
+        open_predictor(str(run_folder), **options)

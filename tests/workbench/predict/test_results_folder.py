@@ -1,0 +1,176 @@
+"""The folder of predictions: COCO results that pycocotools reads, pictures and videos, all or nothing."""
+
+import contextlib
+import io
+import json
+import re
+import signal
+import sys
+from unittest.mock import Mock
+
+import numpy as np
+import pycocotools.mask as mask_util
+import pytest
+from PIL import Image
+from pycocotools.coco import COCO
+
+from gw_detectron.errors import ConfigError, DataError, FileAccessError, MissingPackageError
+from gw_detectron.workbench.console import Interrupted
+from gw_detectron.workbench.predict import (
+    check_output,
+    find_sources,
+    write_predictions,
+    write_preview,
+)
+
+from ...tiny_run import ROOT
+from .conftest import Handmade
+
+
+@pytest.fixture
+def predict(predictor, tmp_path):
+    """Predict on paths and return the summary and the content of predictions.json."""
+
+    def predict(*paths, **options):
+        output = tmp_path / "out"
+        summary = write_predictions(predictor, find_sources(map(str, paths)), output, **options)
+        return summary, json.loads((output / "predictions.json").read_text())
+
+    return predict
+
+
+@pytest.fixture
+def fail(monkeypatch):
+    """Let the detector raise an error on the second image from now on."""
+    found = Handmade()(np.zeros((96, 131, 3)))
+    return lambda error: monkeypatch.setattr(
+        Handmade, "__call__", Mock(side_effect=[found, error])
+    )
+
+
+def test_results_and_pictures(tmp_path, photos, predict):
+    summary, results = predict(photos)
+    assert (summary.images, summary.detections, summary.failed) == (2, 2, {})
+    (block,) = re.findall(
+        r"```json\n(.*?)```", (ROOT / "docs" / "prediction.md").read_text(), flags=re.DOTALL
+    )
+    assert results[:1] == json.loads(block)  # the page shows the first one
+    assert mask_util.decode(results[0]["segmentation"]).sum() == 12 * 10
+    assert (results[1]["image_id"], results[1]["file_name"]) == (2, "sub/a.jpg")
+    for name in ("b.png", "sub/a.jpg"):
+        with Image.open(tmp_path / "out" / "pictures" / name) as picture:
+            assert picture.format == (
+                "PNG" if name == "b.png" else "JPEG"
+            ) and picture.size == (480, 351)
+
+
+def test_pycocotools_reads_the_results(tmp_path, photos, predictor, predict):
+    predictor.score_threshold = 0.2
+    predict(photos, pictures=False)
+    assert not (tmp_path / "out" / "pictures").exists()
+    with contextlib.redirect_stdout(io.StringIO()):
+        images = COCO(str(tmp_path / "out" / "images.json"))
+        results = images.loadRes(str(tmp_path / "out" / "predictions.json"))
+    assert [each["file_name"] for each in images.loadImgs([1, 2])] == ["b.png", "sub/a.jpg"]
+    assert images.loadCats([2, 7]) == [{"id": 2, "name": "fork"}, {"id": 7, "name": "cup"}]
+    assert sorted(each["category_id"] for each in results.loadAnns(results.getAnnIds(2))) == [
+        2,
+        7,
+    ]
+
+
+def test_a_video(tmp_path, video, photos, predict):
+    cv2 = pytest.importorskip("cv2")
+    summary, results = predict(photos / "b.png", video)
+    assert summary.images == 6
+    assert [each.get("frame") for each in results] == [None, 0, 1, 2, 3, 4]
+    assert results[5]["image_id"] == 6 and results[5]["file_name"] == "clip.avi"
+    drawn = cv2.VideoCapture(str(tmp_path / "out" / "pictures" / "clip.avi.mp4"))
+    assert drawn.get(cv2.CAP_PROP_FRAME_COUNT) == 5 and drawn.get(cv2.CAP_PROP_FPS) == 8
+    _, frame = drawn.read()
+    assert frame.shape == (360, 480, 3)
+    box = (slice(20, 70), slice(15, 60))  # inside the square, on a black frame
+    assert frame[box].max() > 60 and frame[200:].max() < 40
+
+
+def test_broken_files_are_named_and_the_others_predicted(tmp_path, photos, predict):
+    (photos / "a.jpg").write_bytes(b"no image")
+    (photos / "c.png").touch()
+    summary, results = predict(photos)
+    assert (
+        list(summary.failed) == ["a.jpg", "c.png"]
+        and "cannot be read" in summary.failed["a.jpg"]
+    )
+    assert summary.images == 2 and {each["image_id"] for each in results} == {1, 2}
+    for path in (photos / "b.png", photos / "sub" / "a.jpg"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"inputs \(2\): none can be predicted.*a.jpg"):
+        predict(photos)
+    assert (
+        len(json.loads((tmp_path / "out" / "predictions.json").read_text())) == 2
+    )  # the earlier ones
+
+
+def test_an_image_that_needs_too_much_memory_is_named_and_the_others_predicted(
+    photos, predict, fail
+):
+    fail(MemoryError())
+    summary, results = predict(photos)
+    assert list(summary.failed) == ["sub/a.jpg"] and [
+        each["file_name"] for each in results
+    ] == ["b.png"]
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), Interrupted(signal.SIGTERM), ZeroDivisionError()]
+)
+def test_what_is_done_is_kept_beside_the_output(tmp_path, photos, predict, fail, error):
+    predict(photos)
+    for _ in range(2):  # the second time replaces the first
+        fail(error)
+        with pytest.raises(type(error)):
+            predict(photos)
+    contents = [
+        json.loads((tmp_path / name / "predictions.json").read_text())
+        for name in ("out", "out.partial")
+    ]
+    assert [[each["category_id"] for each in content] for content in contents] == [[7, 7], [7]]
+    assert [path.name for path in (tmp_path / "out.partial" / "pictures").rglob("*.*")] == [
+        "b.png"
+    ]
+    assert len(COCO(tmp_path / "out.partial" / "images.json").imgs) == 1
+    (tmp_path / "out.partial" / "thesis.tex").touch()
+    with pytest.raises(FileAccessError, match=r"out\.partial.*thesis\.tex"):
+        predict(photos)
+
+
+def test_earlier_predictions_are_replaced_and_other_folders_are_not(tmp_path, photos, predict):
+    predict(photos)
+    predict(photos / "b.png")
+    assert [path.name for path in (tmp_path / "out" / "pictures").iterdir()] == ["b.png"]
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    for output in (tmp_path / "out", tmp_path / "link"):
+        with pytest.raises(ConfigError, match=r"would replace the input '.*pictures/b.png'"):
+            check_output(output, find_sources([tmp_path / "out" / "pictures"]))
+    (tmp_path / "out" / "thesis.tex").touch()
+    with pytest.raises(FileAccessError, match=r"thesis\.tex"):
+        predict(photos)
+    (tmp_path / "own" / "pictures").mkdir(parents=True)
+    with pytest.raises(FileAccessError, match=r"pictures but no predictions\.json"):
+        check_output(tmp_path / "own", [])
+    with pytest.raises(FileAccessError, match=r"pictures but no counts\.csv"):
+        write_preview("", "", tmp_path / "own")
+
+
+def test_without_opencv_there_are_json_files_but_no_pictures_or_videos(
+    monkeypatch, photos, video, predict
+):
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(
+        MissingPackageError,
+        match="pictures: not installed: .*Fix: pip install opencv-python-headless",
+    ):
+        predict(photos)
+    with pytest.raises(MissingPackageError, match=r"video \('.*clip.avi'\): not installed"):
+        predict(video, pictures=False)
+    assert predict(photos, pictures=False)[0].images == 2

@@ -1,0 +1,217 @@
+"""Batches of the training data: Detectron2's order, any number of workers, any position."""
+
+import multiprocessing
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data import DatasetCatalog, DatasetFromList, build_detection_train_loader
+from detectron2.utils import comm
+
+from gw_detectron.config import changed_config, default_config
+from gw_detectron.errors import ConfigError, DataError
+from gw_detectron.workbench.images.augmentations import OF_BATCH
+from gw_detectron.workbench.run.training_data import (
+    SAMPLER,
+    TrainingData,
+    _ExampleDataset,
+    build_training_data,
+    seed_generators,
+    seeded_generators,
+)
+
+SIZES = [(60, 40), (40, 60), (50, 50), (70, 30), (30, 70), (80, 20), (20, 80)]
+
+
+@pytest.fixture
+def cfg():
+    annotation = {"category_id": 0, "iscrowd": 0}
+    records = [
+        {
+            "image_id": i,
+            "width": w,
+            "height": h,
+            "annotations": [dict(annotation, category_id=i % 2)],
+        }
+        for i, (w, h) in enumerate(SIZES)
+    ]
+    DatasetCatalog.register("tiny_records", lambda: records)
+    cfg = default_config()
+    cfg.DATASETS.TRAIN = ("tiny_records",)
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.DATALOADER.NUM_WORKERS = 0
+    cfg.SEED = 5
+    return cfg
+
+
+def numbers():
+    """The next number of each global generator."""
+    return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
+
+
+def draw(record):
+    """A mapper that uses all three generators."""
+    return {**record, "drawn": numbers()}
+
+
+def take(data, number):
+    return [
+        [(e["image_id"], e.get("drawn")) for e in batch]
+        for batch, _ in zip(data, range(number), strict=False)
+    ]
+
+
+@pytest.mark.parametrize("grouping", [True, False])
+@pytest.mark.parametrize("sampler", ["TrainingSampler", "RepeatFactorTrainingSampler"])
+def test_the_order_is_detectron2s(cfg, grouping, sampler):
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = grouping
+    cfg.DATALOADER.SAMPLER_TRAIN = sampler
+    cfg.DATALOADER.REPEAT_THRESHOLD = 0.9
+    with seeded_generators(cfg.SEED, SAMPLER):
+        expected = build_detection_train_loader(cfg, mapper=dict)
+    ours = take(build_training_data(cfg, dict), 20)
+    assert ours == take(expected, 20)
+    if grouping:
+        assert all(len({SIZES[i][0] > SIZES[i][1] for i, _ in batch}) == 1 for batch in ours)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_restored_position_yields_the_same_examples_for_any_number_of_workers(cfg, workers):
+    whole = take(build_training_data(cfg, draw), 20)
+    cfg.DATALOADER.NUM_WORKERS = workers
+    first = build_training_data(cfg, draw)
+    assert take(first, 7) == whole[:7]
+    assert (
+        len({example for batch in whole for example in batch}) == 40
+    )  # no example is drawn twice
+    mapped = []
+    second = build_training_data(cfg, lambda record: mapped.append(record) or draw(record))
+    iterator = iter(second)  # before the position is known, as Detectron2's trainer does
+    second.load_state_dict({**first.state_dict(), "batches": 7})
+    assert take(iterator, 13) == whole[7:]
+    if not workers:
+        assert len(mapped) <= 2 * 14  # skipped examples are not mapped
+    second.load_state_dict({"batches": 3})
+    assert take(iterator, 4) == whole[3:7]
+
+
+def test_the_global_generators_are_left_alone(cfg):
+    seed_generators(3, 0)
+    expected = numbers()
+    for workers in (0, 1):
+        cfg.DATALOADER.NUM_WORKERS = workers
+        data = build_training_data(cfg, draw)
+        seed_generators(3, 0)
+        take(data, 3)
+        assert numbers() == expected
+
+
+def test_seeds_and_places_have_numbers_of_their_own():
+    places = [
+        (0, 0, 0),
+        (0, 1, 0),
+        (0, 0, 1),
+        (0, 1, 1),
+        (1, 0),
+        (1, 1),
+        (1, 2**40),
+        (2**31, 0),
+        (2**63, 1, 0),
+    ]
+    drawn = set()
+    for place in places:
+        seed_generators(*place)
+        drawn.add(numbers())
+    assert all(len({values[i] for values in drawn}) == len(places) for i in range(3))
+
+
+def test_processes_share_the_stream(cfg, monkeypatch):
+    def share(rank, size):
+        monkeypatch.setattr(comm, "get_rank", lambda: rank)
+        monkeypatch.setattr(comm, "get_world_size", lambda: size)
+        return take(build_training_data(cfg, draw), 8)
+
+    monkeypatch.setattr(comm, "shared_random_seed", lambda: np.random.randint(2**31))  # noqa: NPY002
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
+    cfg.SOLVER.IMS_PER_BATCH = 4
+    one, two, alone = share(0, 2), share(1, 2), share(0, 1)
+    for a, b, both in zip(one, two, alone, strict=True):
+        assert sorted(a + b) == sorted(both)
+    cfg.SOLVER.IMS_PER_BATCH = 3
+    with pytest.raises(
+        ConfigError, match=r"SOLVER.IMS_PER_BATCH \(3\): 2 processes cannot share it evenly"
+    ):
+        share(0, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_of_a_batch_share_random_numbers_in_all_processes(cfg, workers, monkeypatch):
+    def choosy(record):
+        example = {**record, "drawn": OF_BATCH.random()}
+        return example if random.random() < 0.7 else None  # another record takes its place
+
+    def shared(rank, size, batches):
+        monkeypatch.setattr(comm, "get_rank", lambda: rank)
+        monkeypatch.setattr(comm, "get_world_size", lambda: size)
+        cfg.SOLVER.IMS_PER_BATCH, cfg.DATALOADER.NUM_WORKERS = 2 * size, workers
+        data = build_training_data(cfg, choosy)
+        data.load_state_dict({"batches": batches})
+        drawn = [{number for _, number in batch} for batch in take(data, 6)]
+        assert all(len(numbers) == 1 for numbers in drawn) and len(set.union(*drawn)) == 6
+        return drawn
+
+    monkeypatch.setattr(comm, "shared_random_seed", lambda: 0)
+    assert shared(0, 2, 0) == shared(1, 2, 0) == shared(0, 1, 0)
+    assert shared(0, 1, 2)[:4] == shared(0, 1, 0)[2:]  # a restored position
+    cfg.SEED += 1
+    assert shared(0, 1, 0)[0] != shared(0, 1, 2)[0]
+
+
+def test_a_rejected_record_is_replaced_by_another_one(cfg):
+    def choosy(record):
+        return draw(record) if record["image_id"] > 2 else None
+
+    chosen = take(build_training_data(cfg, choosy), 10)
+    assert all(image > 2 for batch in chosen for image, _ in batch)
+    assert chosen == take(build_training_data(cfg, choosy), 10)
+    with pytest.raises(DataError, match="the mapper returned None for 100 records in a row"):
+        take(build_training_data(cfg, lambda record: None), 1)
+
+
+def test_a_local_mapper_reaches_workers_that_are_not_forked(cfg):
+    examples = pickle.loads(
+        pickle.dumps(
+            _ExampleDataset(DatasetFromList([{"a": 1}]), lambda record: record["a"], 0)
+        )
+    )
+    assert examples[0, 0, 0] == 1
+
+
+def test_workers_end_with_a_process_that_keeps_its_loader(cfg):
+    def work():
+        cfg.DATALOADER.NUM_WORKERS = 1
+        batches = iter(build_training_data(cfg, draw))
+        next(batches)
+        globals()["kept"] = batches  # as an interpreter's end finds the trainer of a script
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(60)
+    try:
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+
+
+def test_records_without_sizes_are_left_to_detectron2(cfg):
+    records = [dict(record) for record in DatasetCatalog.get("tiny_records")]
+    del records[1]["width"]
+    DatasetCatalog.register("no_sizes", lambda: records)
+    cfg.DATASETS.TRAIN = ("no_sizes",)
+    assert not isinstance(build_training_data(cfg, dict), TrainingData)
+    with pytest.raises(ConfigError, match="no width and height"):
+        build_training_data(changed_config(cfg, {"INPUT.SCALE_PER_BATCH": True}), dict)
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
+    assert len(take(build_training_data(cfg, dict), 5)) == 5
