@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from gw_detectron.norms.listing import norm_rows
-from gw_detectron.workbench.run import Trainer, main
-from gw_detectron.workbench.run.train import run_config
+from gw_detectron.workbench.commands.train import run_here as main
+from gw_detectron.workbench.run import Trainer
 
 from .architectures import ARCHITECTURES, gw_places, skip_without_operators, small_arguments
+from .tiny_run import config_of
 
 #: what the evaluation of each reports
 TASKS = {
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 def test_it_trains_evaluates_and_comes_back(name, norm, tmp_path):
     skip_without_operators(name)
     args = small_arguments(name, norm, tmp_path)
-    trainer = Trainer(run_config(args))
+    trainer = Trainer(config_of(args))
     rows = norm_rows(trainer.model)
     if norm == "GW":
         assert gw_places(trainer.model) == ARCHITECTURES[name]

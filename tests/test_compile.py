@@ -5,9 +5,8 @@ import torch
 
 from gw_detectron.model_zoo import get_config
 from gw_detectron.workbench.run import Trainer
-from gw_detectron.workbench.run.train import run_config
 
-from .tiny_run import arguments
+from .tiny_run import arguments, config_of
 
 
 @pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -29,7 +28,7 @@ def test_a_compiled_training_has_the_losses_of_eager_mode(tmp_path):
         options["INPUT__MAX_SIZE_TRAIN"] = (
             64  # one size of all batches: another one would be compiled again
         )
-        trainer = Trainer(run_config(arguments(tmp_path / str(compiled), **options)))
+        trainer = Trainer(config_of(arguments(tmp_path / str(compiled), **options)))
         trainer.train()
         losses[compiled] = [
             value for value, _ in trainer.storage.history("total_loss").values()

@@ -11,9 +11,8 @@ from gw_detectron.norms import norm_spec, resolve_norm
 from gw_detectron.norms.listing import norm_rows
 from gw_detectron.weights import load_checkpoint, open_checkpoint
 from gw_detectron.workbench.run import Trainer
-from gw_detectron.workbench.run.train import run_config
 
-from .tiny_run import OPTS, ROOT, arguments
+from .tiny_run import OPTS, ROOT, arguments, config_of
 
 CONFIG = ROOT / "configs" / "quick_schedules" / "faster_rcnn_R_18_FPN_family_synthetic.yaml"
 DOCUMENT = (ROOT / "docs" / "whitening.md").read_text()
@@ -37,7 +36,7 @@ def trainer_for(norm: str, output: Path) -> Trainer:
     )
     opts = {**SMALL, **norms, "OUTPUT_DIR": output, "DATASETS.TEST": "()"}
     args.opts = [str(word) for pair in opts.items() for word in pair]
-    return Trainer(run_config(args))
+    return Trainer(config_of(args))
 
 
 def test_the_documentation_lists_sixteen_different_members():

@@ -15,10 +15,12 @@ from PIL import Image
 from gw_detectron import auto_config, model_zoo
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, DataError
-from gw_detectron.workbench.run import Trainer, get_parser, main
-from gw_detectron.workbench.run.train import run_config
+from gw_detectron.workbench.commands.train import get_parser
+from gw_detectron.workbench.commands.train import run_here as main
+from gw_detectron.workbench.run import Trainer
 
 from .photos import photo_names, write_photos
+from .tiny_run import config_of
 
 MASK = [[0, 0, 9, 0, 9, 9]]
 
@@ -64,7 +66,6 @@ def test_small_dense_objects_get_pixels_anchors_and_room(tmp_path):
         and cfg.INPUT.AUGMENTATIONS
         and cfg.SOLVER.EMA == 0.999
     )
-    assert cfg.INPUT.SCALE_PER_BATCH
     assert min(map(min, cfg.MODEL.ANCHOR_GENERATOR.SIZES)) <= 16
     assert (
         cfg.TEST.DETECTIONS_PER_IMAGE >= 300
@@ -347,10 +348,10 @@ def test_a_run_with_auto_alone(run, tmp_path):
     write_photos(tmp_path, photo_names(30))  # more data: a resumed run keeps its recipe
     assert run("--auto", "--resume").SOLVER.MAX_ITER == cfg.SOLVER.MAX_ITER
     words = ["--auto", "--eval-only", "--num-gpus", "0", "OUTPUT_DIR"]
-    evaluated = run_config(get_parser().parse_args([*words, f"{tmp_path}/out"]))
+    evaluated = config_of(get_parser().parse_args([*words, f"{tmp_path}/out"]))
     assert evaluated.INPUT.MIN_SIZE_TEST == cfg.INPUT.MIN_SIZE_TEST != 320
     with pytest.raises(ConfigError, match="--auto: no run in OUTPUT_DIR"):
-        run_config(get_parser().parse_args([*words, f"{tmp_path}/none"]))
+        config_of(get_parser().parse_args([*words, f"{tmp_path}/none"]))
 
 
 def test_keys_of_the_users_own_yaml_stay(run, tmp_path):

@@ -14,14 +14,13 @@ import yaml
 from PIL import Image
 from pycocotools import mask as coco_mask
 
+from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.dataset import read_datasets, register_datasets
 from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
-from gw_detectron.workbench.run import get_parser
-from gw_detectron.workbench.run.train import run_config
 
 from .documentation.pages import blocks, commands, read
 from .photos import photo_names, write_photos
-from .tiny_run import OPTS, ROOT, environment
+from .tiny_run import OPTS, ROOT, config_of, environment
 
 PAGE = read("docs/your_data.md")
 SMALL, ON_GPU, TWO_FILES, RESUME, EVALUATE, OTHER_PHOTOS, TRAINING_PHOTOS = (
@@ -43,7 +42,7 @@ def user(tmp_path, monkeypatch):
 
 def config(command):
     assert command[:2] == ["gw-detectron", "train"]
-    return run_config(get_parser().parse_args(command[2:]))
+    return config_of(get_parser().parse_args(command[2:]))
 
 
 def test_the_commands_for_training(user):

@@ -8,8 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from detectron2.config import CfgNode
+
+from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.dataset import SyntheticConfig, make_synthetic, register_synthetic
-from gw_detectron.workbench.run import get_parser
+from gw_detectron.workbench.run import RunRequest, prepare
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "quick_schedules" / "mask_rcnn_R_18_FPN_BN_GW_demo.yaml"
@@ -84,6 +87,11 @@ def words(output: Path, *flags: str, **overrides: object) -> list[str]:
 
 def arguments(output: Path, *flags: str, **overrides: object) -> argparse.Namespace:
     return get_parser().parse_args(words(output, *flags, **overrides))
+
+
+def config_of(args: argparse.Namespace) -> CfgNode:
+    """Return the config of a run with parsed flags."""
+    return prepare(RunRequest.from_flags(args)).cfg
 
 
 def environment(data: Path, **variables: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from gw_detectron.workbench.dataset.coco_files import read_json, split_coco
+from gw_detectron.workbench.dataset.coco_content import read_json, split_coco
 
 if __name__ == "__main__":
     parts = split_coco(read_json(sys.argv[1]), 1 / 7)

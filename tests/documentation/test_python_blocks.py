@@ -18,11 +18,11 @@ from gw_detectron.modeling import GWFPN
 from gw_detectron.norms import resolve_norm
 from gw_detectron.ops.solvers.solver import SOLVERS
 from gw_detectron.weights import open_start_weights
+from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.export import export_detector
 from gw_detectron.workbench.images.reading import read_image
 from gw_detectron.workbench.predict import find_sources, open_predictor, write_predictions
-from gw_detectron.workbench.run import main
-from gw_detectron.workbench.run.config_checks import preflight
+from gw_detectron.workbench.run.checks import check_run
 
 from ..photos import photo_names, write_photos
 from ..tiny_run import arguments
@@ -164,7 +164,7 @@ def test_yaml_builds_the_model_that_it_describes(page, tmp_path):
     )
     assert backbone.fpn_output2.norm.num_groups == 32
     cfg.MODEL.DEVICE = "cpu"
-    errors = preflight(cfg, open_start_weights(cfg.MODEL.WEIGHTS)).errors
+    errors = check_run(cfg, open_start_weights(cfg.MODEL.WEIGHTS)).errors
     assert errors and all(
         error.startswith("Dataset 'coco_2017_") for error in errors
     )  # COCO is not here

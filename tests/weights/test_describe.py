@@ -15,9 +15,8 @@ from gw_detectron.weights.records import describe_checkpoint, format_config
 from gw_detectron.workbench import commands
 from gw_detectron.workbench.dataset import register_synthetic
 from gw_detectron.workbench.run import Trainer
-from gw_detectron.workbench.run.train import run_config
 
-from ..tiny_run import DATA, arguments
+from ..tiny_run import DATA, arguments, config_of
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def run(tmp_path_factory):
         ("b", folder / "a" / "model.pth", False),
         ("b", "", True),
     ):
-        cfg = run_config(arguments(folder / name, MODEL__WEIGHTS=weights))
+        cfg = config_of(arguments(folder / name, MODEL__WEIGHTS=weights))
         trainer = Trainer(cfg)
         trainer.resume_or_load(resume=resume)
         trainer.iter = 5

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..compare import PAGE, RECOMMENDED, Comparison, compare
 from ..console import check_folder, new_parser
-from ..run.flags import DATASET_FLAGS, add_dataset_flags
+from .train import DATASET_FLAGS, add_dataset_flags
 
 _NOTE = """\
 Each norm is trained from the same start with the same images. Short runs choose its learning rate; the better half goes

@@ -22,7 +22,7 @@ from ...weights import (
     trained_classes,
 )
 from ..console import RunParser, check_folder, new_parser
-from ..dataset.datasets_yaml import class_metadata, classes_of
+from ..dataset.source import class_metadata, classes_of
 from ..export import FORMATS, Normalization, export_backbone, export_detector, read_image_for
 
 _OF_BACKBONES = ("no_fpn", "pixels")

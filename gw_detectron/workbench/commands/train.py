@@ -2,13 +2,116 @@
 
 import argparse
 
-from .. import run as engine
-from ..run import get_parser
-from ..run.processes import launch_from_args
+from detectron2.engine import default_argument_parser
+from detectron2.engine.launch import DEFAULT_TIMEOUT
 
-__all__ = ["get_parser", "main"]
+from ..console import RunParser, new_parser
+from ..run import train as runs
+from ..run.logs import TRACKERS
+from ..run.processes import launch_from_args
+from ..run.request import RunRequest
+
+_NOTE = "Evaluation writes to OUTPUT_DIR/inference and leaves the training's log.txt and config.yaml untouched."
+_EXAMPLES = (
+    "--num-gpus 8 --config-file COCO-Detection/faster_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml",
+    "--num-gpus 0 --auto --train-json data.json --train-images photos --val-fraction 0.2 OUTPUT_DIR output/mine",
+    "output/mine --num-gpus 0 --resume",
+)
+_EVALUATION_EXAMPLES = (
+    "output/mine --num-gpus 0",
+    "output/mine --num-gpus 0 --val-json more.json --val-images more --dataset more",
+)
+#: in place of Detectron2's own texts, which also describe LazyConfigs
+_HELP = {
+    "config_file": "config: a yaml file, or a name that `gw-detectron list configs` prints",
+    "resume": "continue from the last checkpoint in OUTPUT_DIR, or evaluate it",
+    "num_gpus": "number of GPUs per machine; 0 runs on the CPU (default: %(default)s)",
+    "opts": "config keys to change, as KEY VALUE; they come last",
+}
+_TRAINING_ONLY = ("eval_only", "overwrite", "auto", "epochs", "track")
+_SWITCHES = {
+    "ignore-preflight": "start even if the pre-run checks fail; print their messages as warnings",
+    "auto": "set image size, anchors, limits, learning rate, length and other keys from the training json, and print "
+    "why; keys that you give win. Default of --config-file: a detector for your own data",
+    "overwrite": "replace an earlier run in OUTPUT_DIR: its checkpoints, log and results are removed first",
+    "allow-partial": "accept MODEL.WEIGHTS that lack a part of the backbone, which is then randomly initialized, and "
+    "weights that were trained with other norms",
+    "deterministic": "use only deterministic operations of torch: the same bits each time on the same machine; slower. "
+    "Equal runs also need an equal SEED. Without SEED a random one is used, which gw-detectron weights describe prints",
+}
+_DATASETS = {
+    "train-json": ("FILE", "annotations to train on"),
+    "train-images": ("DIR", "the folder that file_name in --train-json is relative to"),
+    "val-json": ("FILE", "annotations to evaluate on"),
+    "val-images": ("DIR", "the folder that file_name in --val-json is relative to"),
+    "dataset": ("NAME", "the datasets are named NAME_train and NAME_val (default: custom)"),
+    "datasets": ("FILE", "a yaml with any number of datasets, in place of these flags"),
+}
+#: the names of these flags and of --val-fraction
+DATASET_FLAGS = (*(name.replace("-", "_") for name in _DATASETS), "val_fraction")
+
+
+def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
+    """Create Detectron2's parser with this package's flags; ``evaluation`` sets --eval-only and hides the others."""
+    parser = new_parser(
+        "RUN: a run folder or a checkpoint, in place of --config-file and, to evaluate, MODEL.WEIGHTS.",
+        *(_EVALUATION_EXAMPLES if evaluation else _EXAMPLES),
+        note=_NOTE,
+        kind=RunParser,
+        parents=[default_argument_parser()],
+        conflict_handler="resolve",
+    )
+    for name, text in _SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
+    add, seconds = parser.add_argument, int(DEFAULT_TIMEOUT.total_seconds())
+    text = "end the run if a process waits longer for another one; raise it if evaluations take longer"
+    add(
+        "--dist-timeout",
+        type=int,
+        default=seconds,
+        metavar="SECONDS",
+        help=f"{text} (default: %(default)s)",
+    )
+    add(
+        "--epochs",
+        type=float,
+        metavar="N",
+        help="train for N passes over the images, not for the yaml's MAX_ITER",
+    )
+    add(
+        "--track",
+        choices=TRACKERS,
+        help="log metrics to this tracker, which is installed separately",
+    )
+    add_dataset_flags(parser)
+    for action in parser._actions:
+        action.help = _HELP.get(action.dest, action.help)
+        if evaluation and action.dest in _TRAINING_ONLY:
+            action.help = argparse.SUPPRESS
+    parser.set_defaults(eval_only=evaluation)
+    return parser
+
+
+def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the user's own data, :data:`DATASET_FLAGS`."""
+    own = parser.add_argument_group(
+        "your own data",
+        "datasets in COCO format; they set DATASETS and NUM_CLASSES, see docs/your_data.md",
+    )
+    for name, (metavar, text) in _DATASETS.items():
+        own.add_argument(f"--{name}", metavar=metavar, help=text)
+    text = (
+        "without --val-json: evaluate on this share of --train-json, by the hash of file names, "
+        "and train on the others"
+    )
+    own.add_argument("--val-fraction", type=float, metavar="F", help=text)
 
 
 def main(args: argparse.Namespace) -> None:
     """Run the training or evaluation in the processes that the flags ask for."""
-    launch_from_args(engine.main, args)
+    launch_from_args(run_here, args)
+
+
+def run_here(args: argparse.Namespace) -> dict | None:
+    """Run the training or evaluation in this process; return its results."""
+    return runs.main(RunRequest.from_flags(args))

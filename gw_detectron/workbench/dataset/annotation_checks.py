@@ -3,13 +3,13 @@
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...errors import DataError, summarize_names
-from .coco_files import is_match_id
+from .coco_content import MALFORMED, complete_annotations, is_match_id, replaced_values
 from .geometry import (
     Flags,
     Floats,
@@ -18,7 +18,6 @@ from .geometry import (
     is_coordinates,
     is_polygon,
     mask_boxes,
-    wrong_areas,
 )
 
 _IMAGE_FIELDS = {"id", "file_name", "height", "width"}
@@ -131,68 +130,64 @@ COUNTS = Fault(
 )
 
 
-def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]:
-    """Return errors and warnings, which count the annotations with a fault; another format is a DataError."""
-    record: Any = "the lists images, annotations and categories"
+class _Reader:
+    """Iterates over records, and remembers the record that an error is about."""
+
+    def __init__(self) -> None:
+        self.record: Any = "the lists images, annotations and categories"
+
+    def read(self, records: Iterable[Any]) -> Iterator[Any]:
+        for self.record in records:
+            yield self.record
+
+
+def check_coco(
+    content: Any, needs: DatasetNeeds, *, is_completed: bool = False
+) -> tuple[list[str], list[str]]:
+    """Return errors and warnings, which count the annotations with a fault.
+
+    What :func:`complete_coco` repairs is checked only in a content that is not completed. Another format is a
+    DataError.
+    """
+    reader = _Reader()
+    found: dict[Fault, list[Any]] = defaultdict(list)
     try:
-        for record in content["images"]:
-            if missing := _IMAGE_FIELDS - record.keys():
-                raise DataError(
-                    f"image {record.get('id', '')}: has no {', '.join(sorted(missing))}"
-                )
-            if min(record["height"], record["width"]) < 1:
-                raise DataError(
-                    f"image {record['id']}: has no pixels: its width or height is below 1"
-                )
-            os.fspath(record["file_name"])  # else a TypeError
-        images = {image["id"]: image for image in content["images"]}
-        if not images or len(images) < len(content["images"]):
-            raise DataError(
-                "images: two have the same id" if images else "images: the list is empty"
-            )
-        categories = {category["id"]: category["name"] for category in content["categories"]}
-        for number, name in categories.items():
-            if not isinstance(name, str):
-                raise DataError(
-                    f"category {number}: name ({name!r:.80}) is not a string. Fix: put it in quotes."
-                )
-        found: dict[Fault, list[Any]] = defaultdict(list)
+        images = _check_images(reader, content["images"])
+        categories = {c["id"]: c["name"] for c in reader.read(content["categories"])}
+        _check_names(categories)
+
         # the official test images have no annotations
         annotations = (
             content["annotations"] if needs.training else content.get("annotations", [])
         )
-        ids, measured, fields = set(), [], needs.fields()
-        for record in annotations:
-            number = record.get("id")
-            if missing := fields - record.keys():
-                found[Fault(f"have no {', '.join(sorted(missing))}", "add it")].append(number)
-                continue
-            faults = [REPEATED_ID] if number in ids else []
-            ids.add(number)
-            box, image = record["bbox"], images.get(record["image_id"])
-            faults += [UNKNOWN_IMAGE] if image is None else []
-            faults += [] if len(box) == 4 and all(map(math.isfinite, box)) else [NO_NUMBERS]
-            faults += [] if record["category_id"] in categories else [UNKNOWN_CATEGORY]
+        sound = []
+        for annotation in reader.read(annotations):
+            faults = _reference_faults(annotation, images, categories, needs)
             if not faults:
-                measured.append(record)
-                faults += _keypoint_faults(record, needs) if needs.keypoints else []
-            faults += [] if needs.training or is_match_id(number) else [NO_ID]
+                sound.append(annotation)
+                faults = _keypoint_faults(annotation, needs)
             for fault in faults:
-                found[fault].append(number)
-        record = "segmentation"
-        learnable = _check_geometry(measured, images, needs, found)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
+                found[fault].append(annotation.get("id"))
+        found[REPEATED_ID] += _repeated(annotation.get("id") for annotation in annotations)
+
+        reader.record = "segmentation"
+        learnable = _check_geometry(sound, images, needs, found)
+        if not (needs.training or is_completed):
+            _check_evaluated_fields({**content, "annotations": sound}, found)
+    except DataError:
+        raise
+    except MALFORMED as error:
         raise DataError(
-            f"not in COCO format at {record!s:.80}: {type(error).__name__}: {error}"
+            f"not in COCO format at {reader.record!s:.80}: {type(error).__name__}: {error}"
         ) from error
+
     if needs.training and not learnable:
         raise DataError(
             "nothing to learn from: no annotation, or only crowds and objects without area or mask"
         )
     errors, warnings = describe(found, len(annotations), "annotations", "ids ")
-    if twins := [name for name, count in Counter(categories.values()).items() if count > 1]:
+    twins = [name for name, count in Counter(categories.values()).items() if count > 1]
+    if twins:
         warnings.append(
             f"categories of one name ({summarize_names(twins)}) are two classes. Fix: rename or join them."
         )
@@ -203,117 +198,205 @@ def describe(
     found: Mapping[Fault, Sequence[Any]], count: int, kind: str, names: str = ""
 ) -> tuple[list[str], list[str]]:
     """Return errors and warnings that count and name the records with each fault."""
-    messages: dict[bool, list[str]] = {True: [], False: []}
+    errors: list[str] = []
+    warnings: list[str] = []
     for fault, records in found.items():
-        if (share := len(records) / max(1, count)) > fault.warn_above:
-            messages[share > fault.error_above].append(
-                f"{len(records)} of {count} {kind} {fault.text} ({names}{summarize_names(map(str, records))}). "
-                f"Fix: {fault.fix}."
+        share = len(records) / max(1, count)
+        if share <= fault.warn_above:
+            continue
+        messages = errors if share > fault.error_above else warnings
+        messages.append(
+            f"{len(records)} of {count} {kind} {fault.text} ({names}{summarize_names(map(str, records))}). "
+            f"Fix: {fault.fix}."
+        )
+    return errors, warnings
+
+
+def _check_images(reader: _Reader, images: Sequence[dict]) -> dict[Any, dict]:
+    """Return the images by id; raise DataError unless each has the fields that Detectron2 reads."""
+    for image in reader.read(images):
+        missing = _IMAGE_FIELDS - image.keys()
+        if missing:
+            raise DataError(f"image {image.get('id', '')}: has no {', '.join(sorted(missing))}")
+        if min(image["height"], image["width"]) < 1:
+            raise DataError(
+                f"image {image['id']}: has no pixels: its width or height is below 1"
             )
-    return messages[True], messages[False]
+        os.fspath(image["file_name"])  # else a TypeError
+
+    by_id = {image["id"]: image for image in images}
+    if not by_id:
+        raise DataError("images: the list is empty")
+    if len(by_id) < len(images):
+        raise DataError("images: two have the same id")
+    return by_id
+
+
+def _repeated(numbers: Iterable[Any]) -> list[Any]:
+    """Return the ids that have been seen before, once for each repetition."""
+    counts = Counter(number for number in numbers if number is not None)
+    return [number for number in counts for _ in range(counts[number] - 1)]
+
+
+def _check_names(categories: Mapping[Any, Any]) -> None:
+    for number, name in categories.items():
+        if not isinstance(name, str):
+            raise DataError(
+                f"category {number}: name ({name!s:.80}) is not a string. Fix: put it in quotes."
+            )
+
+
+def _reference_faults(
+    annotation: dict[str, Any],
+    images: Mapping[Any, dict],
+    categories: Mapping[Any, str],
+    needs: DatasetNeeds,
+) -> list[Fault]:
+    """Return the faults for which an annotation cannot be used at all."""
+    missing = needs.fields() - annotation.keys()
+    if missing:
+        return [Fault(f"have no {', '.join(sorted(missing))}", "add it")]
+
+    faults = []
+    if annotation["image_id"] not in images:
+        faults.append(UNKNOWN_IMAGE)
+    box = annotation["bbox"]
+    if len(box) != 4 or not all(map(math.isfinite, box)):
+        faults.append(NO_NUMBERS)
+    if annotation["category_id"] not in categories:
+        faults.append(UNKNOWN_CATEGORY)
+    return faults
+
+
+def _keypoint_faults(annotation: dict[str, Any], needs: DatasetNeeds) -> list[Fault]:
+    if not needs.keypoints:
+        return []
+    keypoints = annotation["keypoints"]
+    if len(keypoints) != 3 * needs.keypoints:
+        return [KEYPOINTS]
+    if annotation.get("iscrowd"):  # not trained on, not counted
+        return []
+
+    x, y, width, height = annotation["bbox"]
+    labeled = near = 0
+    for a, b, visibility in zip(keypoints[::3], keypoints[1::3], keypoints[2::3], strict=True):
+        if visibility > 0:
+            labeled += 1
+            # within twice the box
+            near += (
+                abs(2 * (a - x) - width) <= 2 * width
+                and abs(2 * (b - y) - height) <= 2 * height
+            )
+    return [KEYPOINTS_APART] if 2 * near < labeled else []
+
+
+def _check_evaluated_fields(content: Any, found: dict[Fault, list[Any]]) -> None:
+    """Find wrong fields that pycocotools reads, in a file that is evaluated as it is."""
+    replaced = replaced_values(content["annotations"], complete_annotations(content))
+    found[AREA] += replaced["area"]
+    found[COUNTS] += replaced["num_keypoints"]
+    numbers = [annotation["id"] for annotation in content["annotations"]]
+    found[NO_ID] += [number for number in numbers if not is_match_id(number)]
 
 
 def _check_geometry(
-    records: list[dict[str, Any]],
-    images: dict[Any, dict],
+    annotations: list[dict[str, Any]],
+    images: Mapping[Any, dict],
     needs: DatasetNeeds,
     found: dict[Fault, list[Any]],
 ) -> int:
-    """Compare boxes, masks and areas; add to the faults; return the number of objects that can be learned."""
-    if not records:
+    """Compare boxes and masks; add to the faults; return the number of objects that can be learned."""
+    if not annotations:
         return 0
-    sizes = [
-        (image["height"], image["width"])
-        for image in (images[each["image_id"]] for each in records)
-    ]
-    boxes, limits = np.array([each["bbox"] for each in records], float), np.array(sizes, float)
-    masks = [each.get("segmentation") for each in records]
+    boxes = np.array([annotation["bbox"] for annotation in annotations], float)
+    owners = [images[annotation["image_id"]] for annotation in annotations]
+    sizes = [(image["height"], image["width"]) for image in owners]
+    limits = np.array(sizes, float)
+    masks = [annotation.get("segmentation") for annotation in annotations]
+    is_crowd = np.array([bool(annotation.get("iscrowd")) for annotation in annotations])
+
     outlines, areas = mask_boxes(masks, sizes)
-    crowd = np.array([bool(each.get("iscrowd")) for each in records])
     faults = _box_faults(boxes, limits)
-    lost = crowd | faults[NO_AREA] | faults[OUTSIDE]
-    apart = (
-        ~crowd & ~faults[NO_AREA] & (areas > 0) & far_apart(corners(boxes), outlines, limits)
-    )
-    faults = {
-        fault: flags & ~apart for fault, flags in faults.items()
-    }  # what the mask says is surer
-    within = (outlines[:, :2] > boxes[:, :2] - 1) & (
-        outlines[:, 2:] < corners(boxes)[:, 2:] + 1
-    )
-    as_corners = apart & ~far_apart(boxes, outlines, np.full_like(limits, np.inf))
-    smaller = apart & within.all(axis=1) & ~as_corners
-    faults |= {
-        APART: apart & ~smaller & ~as_corners,
-        MASK_CORNERS: as_corners,
-        SMALLER: smaller,
-        CROWDS: crowd,
-    }
-    used, given = ~(crowd & needs.training), np.array([bool(mask) for mask in masks])
-    encoded = np.array([isinstance(mask, dict) for mask in masks])
-    flat = np.array(
-        [not mask or isinstance(mask, dict) or all(map(is_coordinates, mask)) for mask in masks]
-    )
-    drawn = np.array([isinstance(mask, list) and any(map(is_polygon, mask)) for mask in masks])
-    # without masks, too, Detectron2 drops an object without a valid polygon, with its box
-    faults |= {
-        NO_POLYGON: ~crowd & given & flat & ~drawn & ~encoded,
-        NO_COORDINATES: used & ~flat,
-    }
+    lost = is_crowd | faults[NO_AREA] | faults[OUTSIDE]
+
+    comparable = ~is_crowd & ~faults[NO_AREA] & (areas > 0)
+    apart = comparable & far_apart(corners(boxes), outlines, limits)
+    # the mask is the surer sign
+    faults = {fault: flags & ~apart for fault, flags in faults.items()}
+    faults |= _apart_faults(apart, boxes, outlines)
+    faults |= _mask_faults(masks, areas, is_crowd, needs)
+    lost |= faults[NO_POLYGON]
     if needs.masks:
-        faults |= {
-            NO_MASK: used & ~given,
-            RUN_LENGTHS: ~crowd & encoded & (not needs.run_lengths),
-        }
-        faults |= {OTHER_SIZE: used & encoded & np.isnan(areas), NO_PIXEL: used & (areas == 0)}
-        faults[NO_COORDINATES] |= used & drawn & np.isnan(areas)
-    lost |= faults[NO_POLYGON] | faults.get(NO_PIXEL, False)
-    keys = [(each["image_id"], each["category_id"], *each["bbox"]) for each in records]
+        lost |= faults[NO_PIXEL]
+
+    keys = [(a["image_id"], a["category_id"], *a["bbox"]) for a in annotations]
     counts = Counter(keys)
     faults[REPEATED] = np.array([counts[key] > 1 for key in keys])
-    if not needs.training:
-        given = np.array([each["area"] for each in records], float)
-        faults[AREA] = ~crowd & wrong_areas(given, boxes[:, 2:].prod(axis=1), areas)
+    faults[CROWDS] = is_crowd
+
     for fault, flags in faults.items():
-        if flags.any():
-            found[fault] += [records[index]["id"] for index in np.flatnonzero(flags)]
+        found[fault] += [annotations[index]["id"] for index in np.flatnonzero(flags)]
     return int((~lost).sum())
 
 
 def _box_faults(boxes: Floats, sizes: Floats) -> dict[Fault, Flags]:
-    edges, limits = corners(boxes), np.tile(sizes[:, ::-1], 2)
+    edges = corners(boxes)
+    limits = np.tile(sizes[:, ::-1], 2)
     inside = np.clip(edges, 0, limits)
-    off = (edges > limits + 1).any(axis=1)  # one pixel: rounding
-    empty = (boxes[:, 2:] <= 0).any(axis=1)
-    outside = (inside[:, 2:] <= inside[:, :2]).any(axis=1) & ~empty
-    as_corners = (
-        off & (boxes[:, :2] < boxes[:, 2:]).all(axis=1) & (boxes <= limits + 1).all(axis=1)
-    )
-    beyond = (np.abs(inside - edges) > 1 + limits / 10).any(axis=1) & ~outside & ~as_corners
-    normalized = boxes.max(axis=1) <= 1
+    is_off = (edges > limits + 1).any(axis=1)  # one pixel: rounding
+
+    is_empty = (boxes[:, 2:] <= 0).any(axis=1)
+    is_outside = (inside[:, 2:] <= inside[:, :2]).any(axis=1) & ~is_empty
+    in_order = (boxes[:, :2] < boxes[:, 2:]).all(axis=1) & (boxes <= limits + 1).all(axis=1)
+    as_corners = is_off & in_order
+    leaves = (np.abs(inside - edges) > 1 + limits / 10).any(axis=1)
     return {
-        NO_AREA: empty,
-        OUTSIDE: outside,
+        NO_AREA: is_empty,
+        OUTSIDE: is_outside,
         CORNERS: as_corners,
-        BEYOND: beyond,
-        NORMALIZED: normalized,
+        BEYOND: leaves & ~is_outside & ~as_corners,
+        NORMALIZED: boxes.max(axis=1) <= 1,
     }
 
 
-def _keypoint_faults(record: dict[str, Any], needs: DatasetNeeds) -> Iterator[Fault]:
-    points, (x, y, width, height) = record["keypoints"], record["bbox"]
-    if len(points) != 3 * needs.keypoints:
-        yield KEYPOINTS
-        return
-    if record.get("iscrowd"):  # not trained on, not counted
-        return
-    places = zip(points[::3], points[1::3], points[2::3], strict=True)
-    labeled = [(a, b) for a, b, visibility in places if visibility > 0]
-    near = sum(
-        abs(2 * (a - x) - width) <= 2 * width and abs(2 * (b - y) - height) <= 2 * height
-        for a, b in labeled
+def _apart_faults(apart: Flags, boxes: Floats, outlines: Floats) -> dict[Fault, Flags]:
+    """Say why boxes are far from their masks: written as corners, larger than the mask, or elsewhere."""
+    unlimited = np.full((len(boxes), 2), np.inf)
+    as_corners = apart & ~far_apart(boxes, outlines, unlimited)
+
+    edges = corners(boxes)
+    begins_inside = outlines[:, :2] > edges[:, :2] - 1
+    ends_inside = outlines[:, 2:] < edges[:, 2:] + 1
+    smaller = apart & (begins_inside & ends_inside).all(axis=1) & ~as_corners
+    return {APART: apart & ~smaller & ~as_corners, MASK_CORNERS: as_corners, SMALLER: smaller}
+
+
+def _mask_faults(
+    masks: Sequence[Any], areas: Floats, is_crowd: Flags, needs: DatasetNeeds
+) -> dict[Fault, Flags]:
+    """Find segmentations that Detectron2 cannot read. ``areas`` are NaN where none is usable."""
+    is_used = ~(is_crowd & needs.training)
+    is_given = np.array([bool(mask) for mask in masks])
+    is_rle = np.array([isinstance(mask, dict) for mask in masks])
+    is_flat = np.array([_is_flat(mask) for mask in masks])
+    is_drawn = np.array(
+        [isinstance(mask, list) and any(map(is_polygon, mask)) for mask in masks]
     )
-    if 2 * near < len(labeled):
-        yield KEYPOINTS_APART
-    if not needs.training and record["num_keypoints"] != len(labeled):
-        yield COUNTS
+
+    faults = {
+        # without masks, too, Detectron2 drops an object without a valid polygon, with its box
+        NO_POLYGON: ~is_crowd & is_given & is_flat & ~is_drawn & ~is_rle,
+        NO_COORDINATES: is_used & ~is_flat,
+    }
+    if needs.masks:
+        faults[NO_COORDINATES] |= is_used & is_drawn & np.isnan(areas)
+        faults[NO_MASK] = is_used & ~is_given
+        faults[RUN_LENGTHS] = ~is_crowd & is_rle & (not needs.run_lengths)
+        faults[OTHER_SIZE] = is_used & is_rle & np.isnan(areas)
+        faults[NO_PIXEL] = is_used & (areas == 0)
+    return faults
+
+
+def _is_flat(mask: Any) -> bool:
+    """Return whether all polygons of a segmentation, if it has polygons, are lists of numbers."""
+    return not mask or isinstance(mask, dict) or all(map(is_coordinates, mask))

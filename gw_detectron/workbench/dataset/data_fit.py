@@ -13,59 +13,72 @@ _AUTO = "give --auto, which sets it by the data"
 
 
 def check_fit(
-    cfg: CfgNode, data: Mapping[str, Fingerprint], *, eval_only: bool
+    cfg: CfgNode, fingerprints: Mapping[str, Fingerprint], *, eval_only: bool
 ) -> Iterator[str]:
-    """Yield a warning, with numbers, for each value of a config that loses objects of the known datasets."""
+    """Yield a warning, with numbers, for each value of a config that loses objects."""
     counts = object_count_keys(cfg)
-    trained, tested = (
-        {
-            name: data[name]
-            for name in names
-            if counts and name in data and len(data[name].boxes)
+    with_objects = {name: data for name, data in fingerprints.items() if len(data.boxes)}
+    if not counts or not with_objects:
+        return
+    tested = {name: with_objects[name] for name in cfg.DATASETS.TEST if name in with_objects}
+    trained = {}
+    if not eval_only:
+        trained = {
+            name: with_objects[name] for name in cfg.DATASETS.TRAIN if name in with_objects
         }
-        for names in (() if eval_only else cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
-    )
+
     yield from _low_limit(cfg, tested, "TEST.DETECTIONS_PER_IMAGE", "cannot be found")
     if "MODEL.ROI_HEADS.NUM_CLASSES" in counts:
-        share = cfg.MODEL.ROI_HEADS.POSITIVE_FRACTION
         yield from _low_limit(cfg, tested, "MODEL.RPN.POST_NMS_TOPK_TEST", "cannot be found")
         yield from _low_limit(cfg, trained, "MODEL.RPN.POST_NMS_TOPK_TRAIN", "are not proposed")
-        key = "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE"
-        # a few denser images do no harm: each step draws other objects of them
-        limit = share * get_value(cfg, key)
-        dense = {
-            name: each for name, each in trained.items() if np.median(each.per_image) > limit
-        }
-        yield from _low_limit(cfg, dense, key, "are left out of a step", share)
-    sides, test_sides = training_sides(cfg), (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
-    boxes = np.concatenate(
-        [np.empty((0, 2)), *(each.resized(*sides) for each in trained.values())]
-    )
-    if not len(boxes):
-        return
-    sizes = np.sqrt(boxes.prod(axis=1))
-    for name, each in tested.items():
-        if not 0.5 < (size := np.median(each.sizes(*test_sides))) / np.median(sizes) < 2:
+        yield from _low_batch(cfg, trained)
+    if trained:
+        sides = training_sides(cfg)
+        boxes = np.concatenate([data.resized(*sides) for data in trained.values()])
+        yield from _other_sizes(cfg, np.sqrt(boxes.prod(axis=1)), tested)
+        yield from _poor_anchors(cfg, boxes)
+
+
+def _low_batch(cfg: CfgNode, trained: Mapping[str, Fingerprint]) -> Iterator[str]:
+    key = "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE"
+    share = cfg.MODEL.ROI_HEADS.POSITIVE_FRACTION
+    # a few denser images do no harm: each step draws other objects of them
+    limit = share * get_value(cfg, key)
+    dense = {name: data for name, data in trained.items() if np.median(data.per_image) > limit}
+    yield from _low_limit(cfg, dense, key, "are left out of a step", share)
+
+
+def _other_sizes(
+    cfg: CfgNode, trained: np.ndarray, tested: Mapping[str, Fingerprint]
+) -> Iterator[str]:
+    """Warn where objects of the evaluation are half or twice as large as the ``trained`` sizes."""
+    sides = (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
+    usual = np.median(trained)
+    for name, data in tested.items():
+        size = np.median(data.sizes(*sides))
+        if not 0.5 < size / usual < 2:
             yield (
-                f"INPUT.MIN_SIZE_TEST, MAX_SIZE_TEST ({test_sides}): objects have {size:.0f} pixels (median) in {name} "
-                f"and {np.median(sizes):.0f} in the training. Fix: choose sides that give them the same size."
+                f"INPUT.MIN_SIZE_TEST, MAX_SIZE_TEST ({sides}): objects have {size:.0f} pixels (median) in {name} "
+                f"and {usual:.0f} in the training. Fix: choose sides that give them the same size."
             )
+
+
+def _poor_anchors(cfg: CfgNode, boxes: np.ndarray) -> Iterator[str]:
+    """Warn if more than a third of the resized boxes overlap no anchor by half."""
     node = cfg.MODEL.ANCHOR_GENERATOR
-    anchors = anchor_shapes(node.SIZES, node.ASPECT_RATIOS, anchor_strides(cfg)) * [
-        1,
-        1,
-        0,
-    ]  # at the objects' centers
-    if (poor := best_overlaps(boxes, anchors) < 0.5).mean() > 1 / 3:
-        scales, (low, high) = (
-            np.sqrt(anchors[:, :2].prod(axis=1)),
-            np.quantile(sizes, (0.05, 0.95)),
-        )
-        yield (
-            f"MODEL.ANCHOR_GENERATOR.SIZES ({scales.min():.0f} to {scales.max():.0f} pixels): {poor.sum()} of "
-            f"{len(boxes)} objects overlap no anchor by half. 90 % of them have {low:.0f} to {high:.0f} pixels in "
-            f"training. Fix: choose SIZES and ASPECT_RATIOS, or INPUT.MIN_SIZE_TRAIN, by these, or {_AUTO}."
-        )
+    anchors = anchor_shapes(node.SIZES, node.ASPECT_RATIOS, anchor_strides(cfg))
+    centered = anchors * [1, 1, 0]  # at the objects' centers
+    is_poor = best_overlaps(boxes, centered) < 0.5
+    if is_poor.mean() <= 1 / 3:
+        return
+
+    scales = np.sqrt(anchors[:, :2].prod(axis=1))
+    low, high = np.quantile(np.sqrt(boxes.prod(axis=1)), (0.05, 0.95))
+    yield (
+        f"MODEL.ANCHOR_GENERATOR.SIZES ({scales.min():.0f} to {scales.max():.0f} pixels): {is_poor.sum()} of "
+        f"{len(boxes)} objects overlap no anchor by half. 90 % of them have {low:.0f} to {high:.0f} pixels in "
+        f"training. Fix: choose SIZES and ASPECT_RATIOS, or INPUT.MIN_SIZE_TRAIN, by these, or {_AUTO}."
+    )
 
 
 def _low_limit(
@@ -75,14 +88,18 @@ def _low_limit(
     consequence: str,
     share: float = 1.0,
 ) -> Iterator[str]:
-    """Warn where images have more objects than ``share`` of a limit, if more than 1 % of the objects are lost."""
-    limit = int(share * get_value(cfg, key))
-    for name, each in datasets.items():
-        lost, most = np.maximum(each.per_image - limit, 0).sum(), each.per_image.max()
-        if lost > 0.01 * len(each.boxes):
-            images = f"{(each.per_image > limit).sum()} of {len(each.images)} images of {name}"
-            yield (
-                f"{key} ({get_value(cfg, key)}): {images} have more than {limit} objects, up to {most}: {lost} of "
-                f"{len(each.boxes)} objects {consequence}. Fix: set {key} "
-                f"{100 * int(np.ceil(1.5 * most / share / 100))}, or {_AUTO}."
-            )
+    """Warn where images have more objects than ``share`` of a limit, if over 1 % of the objects are lost."""
+    given = get_value(cfg, key)
+    limit = int(share * given)
+    for name, data in datasets.items():
+        lost = np.maximum(data.per_image - limit, 0).sum()
+        objects = len(data.boxes)
+        if lost <= 0.01 * objects:
+            continue
+        most = data.per_image.max()
+        wanted = 100 * int(np.ceil(1.5 * most / share / 100))
+        yield (
+            f"{key} ({given}): {(data.per_image > limit).sum()} of {len(data.images)} images of {name} have more than "
+            f"{limit} objects, up to {most}: {lost} of {objects} objects {consequence}. Fix: set {key} {wanted}, or "
+            f"{_AUTO}."
+        )

@@ -1,20 +1,17 @@
 """datasets.yaml: read a user's datasets from it, and write it as the record of a run."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
-from detectron2.config import CfgNode
-from detectron2.data import Metadata, MetadataCatalog
-from detectron2.utils.file_io import PathManager
 
 from ...atomic import atomic_write
 from ...config import parse_config
 from ...errors import ConfigError, MissingFileError, similar_names
-from .source import CocoDataset, CocoDatasets, needs_registration
+from .source import CocoDataset, CocoDatasets, opened
 
 DATASETS_FILE = "datasets.yaml"  # in a run folder, beside config.yaml
 _PATHS = ("json", "images")
@@ -27,18 +24,23 @@ def record_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") -
     an earlier run is removed.
     """
     record = Path(folder, DATASETS_FILE)
-    if not any(vars(datasets).values()):
+    roles = {role: named for role, named in vars(datasets).items() if named}
+    if not roles:
         record.unlink(missing_ok=True)
         return
-    folder, top = os.path.abspath(folder), os.path.abspath(run_folder or folder)
+
+    folder = os.path.abspath(folder)
+    top = os.path.abspath(run_folder or folder)
     tree: dict[str, Any] = {}
-    for role, named in vars(datasets).items():
+    for role, named in roles.items():
         for name, dataset in named.items():
-            PathManager.get_local_path(dataset.json)  # writes a derived file
+            if source := opened(name):
+                source.write()
             given = {key: value for key, value in asdict(dataset).items() if value}
             if Path(dataset.json).is_relative_to(top):
                 given["json"] = os.path.relpath(dataset.json, folder)
             tree.setdefault(role, {})[name] = given
+
     with atomic_write(record) as temporary:
         temporary.write_text(yaml.safe_dump(tree, sort_keys=False))
 
@@ -53,67 +55,39 @@ def read_datasets(path: str) -> CocoDatasets:
         MissingFileError: the yaml does not exist.
         ConfigError: the yaml has an unknown key or a value of the wrong type.
     """
-    with open(
-        existing_path(path, "--datasets", os.path.isfile), encoding="utf-8", errors="replace"
-    ) as file:
+    path = existing_path(path, "--datasets", os.path.isfile)
+    with open(path, encoding="utf-8", errors="replace") as file:
         tree = parse_config(file.read(), path)
     _check_keys(tree, ("train", "val"), path, "")
-    found = CocoDatasets()
+
+    datasets = CocoDatasets()
     for role, named in tree.items():
         if not isinstance(named, dict) or not named:
             raise ConfigError(
                 f"'{path}', {role}: not a mapping of names. Fix: write NAME: and its json and images below."
             )
-        known = [
-            each.name
-            for each in fields(CocoDataset)
-            if role == "train" or each.name != "val_fraction"
-        ]
         for name, given in named.items():
-            key = f"{role}.{name}"
-            if not isinstance(given, dict) or not all(
-                isinstance(given.get(each), str) for each in _PATHS
-            ):
-                raise ConfigError(
-                    f"'{path}', {key} ({given!r:.80}): expected json: FILE and images: FOLDER below it."
-                )
-            _check_keys(given, known, path, f"{key}.")
-            if "val_fraction" in given:
-                check_fraction(given["val_fraction"], f"'{path}', {key}.val_fraction")
-            paths = {
-                each: os.path.join(os.path.dirname(path), os.path.expanduser(given[each]))
-                for each in _PATHS
-            }
-            absolute = {each: os.path.abspath(value) for each, value in paths.items()}
-            getattr(found, role)[name] = CocoDataset(**given | absolute)
-    return found
+            getattr(datasets, role)[name] = _read_dataset(given, role, name, path)
+    return datasets
 
 
-def classes_of(metadata: Metadata) -> dict[int, str]:
-    """Return the class names of a dataset by category id, in the order of a detector's outputs; {} if unknown."""
-    names = metadata.get("thing_classes", None) or []
-    indices = metadata.get("thing_dataset_id_to_contiguous_id", None) or {
-        index: index for index in range(len(names))
+def _read_dataset(given: Any, role: str, name: str, path: str) -> CocoDataset:
+    key = f"{role}.{name}"
+    if not isinstance(given, dict) or not all(isinstance(given.get(p), str) for p in _PATHS):
+        raise ConfigError(f"'{path}', {key}: expected json: FILE and images: FOLDER below it.")
+    known = [field.name for field in fields(CocoDataset)]
+    if role == "val":
+        known.remove("val_fraction")
+    _check_keys(given, known, path, f"{key}.")
+    if "val_fraction" in given:
+        check_fraction(given["val_fraction"], f"'{path}', {key}.val_fraction")
+
+    folder = os.path.dirname(path)
+    absolute = {
+        part: os.path.abspath(os.path.join(folder, os.path.expanduser(given[part])))
+        for part in _PATHS
     }
-    return {
-        number: names[index]
-        for number, index in sorted(indices.items(), key=lambda pair: pair[1])
-    }
-
-
-def class_metadata(cfg: CfgNode, trained: Mapping[int, str] | None = None) -> Metadata:
-    """Return ``thing_classes`` and ``thing_dataset_id_to_contiguous_id`` of a config's model; empty if unknown.
-
-    ``trained`` has the classes that the model's checkpoint records, by category id; they decide.
-    """
-    for name in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN):
-        classes = {} if needs_registration([name]) else classes_of(MetadataCatalog.get(name))
-        if classes and (not trained or classes == trained):
-            return MetadataCatalog.get(name)
-    if not trained:
-        return Metadata()
-    ids = {number: index for index, number in enumerate(trained)}
-    return Metadata(thing_classes=list(trained.values()), thing_dataset_id_to_contiguous_id=ids)
+    return CocoDataset(**given | absolute)
 
 
 def _check_keys(given: Iterable[str], known: Collection[str], path: str, prefix: str) -> None:

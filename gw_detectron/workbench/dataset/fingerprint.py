@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError
+from .coco_content import MALFORMED
 
 
 @dataclass(frozen=True)
@@ -74,57 +75,78 @@ class Fingerprint:
         return np.sqrt(self.resized(shorter, longest).prod(axis=1))
 
 
-def read_fingerprint(contents: Iterable[Any]) -> Fingerprint:
-    """Read the contents of COCO files, which have the same classes; one in another format is a DataError."""
-    classes: list[str] = []
-    sizes: list[tuple[float, float]] = []
+def read_fingerprint(content: Any) -> Fingerprint:
+    """Read the content of a COCO file; another format is a DataError."""
     rows: list[tuple[float, ...]] = []
     masks: Counter[str] = Counter()
-    crowds = annotations = 0
+    crowds = 0
     record: Any = "the lists images, annotations and categories"
     try:
-        for content in contents:
-            names = {each["id"]: each["name"] for each in content["categories"]}
-            numbers = {
-                number: index for index, number in enumerate(sorted(names))
-            }  # as Detectron2 counts classes
-            classes = max(classes, [names[number] for number in numbers], key=len)
-            places = {}
-            for record in content["images"]:
-                places[record["id"]] = len(sizes)
-                sizes.append((float(record["width"]), float(record["height"])))
-            for record in content["annotations"]:
-                annotations += 1
-                if record.get("iscrowd"):
-                    crowds += 1
-                    continue
-                image, category = (
-                    places.get(record.get("image_id"), -1),
-                    numbers.get(record.get("category_id"), -1),
-                )
-                if (
-                    min(image, category) < 0
-                    or (size := _clipped(record.get("bbox"), sizes[image])) is None
-                ):
-                    continue
-                mask = record.get("segmentation")
-                masks["rle" if isinstance(mask, dict) else "polygon" if mask else "none"] += 1
+        names = {category["id"]: category["name"] for category in content["categories"]}
+        numbers = sorted(names)  # as Detectron2 counts classes
+        categories = {number: index for index, number in enumerate(numbers)}
+
+        images: dict[Any, int] = {}
+        sizes: list[tuple[float, float]] = []
+        for record in content["images"]:
+            images[record["id"]] = len(sizes)
+            sizes.append((float(record["width"]), float(record["height"])))
+
+        annotations = content.get("annotations", [])
+        for record in annotations:
+            if record.get("iscrowd"):
+                crowds += 1
+                continue
+            image = images.get(record.get("image_id"), -1)
+            category = categories.get(record.get("category_id"), -1)
+            if image < 0 or category < 0:
+                continue
+            size = _clipped(record.get("bbox"), sizes[image])
+            if size is not None:
                 rows.append((*size, image, category))
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                masks[_mask_kind(record.get("segmentation"))] += 1
+    except MALFORMED as error:
         raise DataError(
             f"not in COCO format at {record!s:.80}: {type(error).__name__}: {error}"
         ) from error
+
     table = np.array(rows).reshape(-1, 4)
     return Fingerprint(
-        classes,
-        np.array(sizes).reshape(-1, 2),
-        table[:, :2],
-        table[:, 2].astype(int),
-        table[:, 3].astype(int),
-        masks,
-        crowds,
-        annotations - crowds - len(rows),
+        classes=[names[number] for number in numbers],
+        images=np.array(sizes).reshape(-1, 2),
+        boxes=table[:, :2],
+        image=table[:, 2].astype(int),
+        category=table[:, 3].astype(int),
+        masks=masks,
+        crowds=crowds,
+        unusable=len(annotations) - crowds - len(rows),
     )
+
+
+def merge_fingerprints(parts: Sequence[Fingerprint]) -> Fingerprint:
+    """Return the fingerprint of several files of the same classes."""
+    if len(parts) == 1:
+        return parts[0]
+    counts = [len(part.images) for part in parts]
+    offsets = np.cumsum([0, *counts[:-1]])
+    return Fingerprint(
+        classes=max((part.classes for part in parts), key=len),
+        images=np.concatenate([part.images for part in parts]),
+        boxes=np.concatenate([part.boxes for part in parts]),
+        image=np.concatenate(
+            [p.image + offset for p, offset in zip(parts, offsets, strict=True)]
+        ),
+        category=np.concatenate([part.category for part in parts]),
+        masks=sum((part.masks for part in parts), Counter[str]()),
+        crowds=sum(part.crowds for part in parts),
+        unusable=sum(part.unusable for part in parts),
+    )
+
+
+def _mask_kind(mask: Any) -> str:
+    if isinstance(mask, dict):
+        return "rle"
+    return "polygon" if mask else "none"
 
 
 def _clipped(box: Any, image: tuple[float, float]) -> tuple[float, float] | None:
@@ -132,23 +154,27 @@ def _clipped(box: Any, image: tuple[float, float]) -> tuple[float, float] | None
     if not isinstance(box, list) or len(box) != 4 or not all(map(math.isfinite, box)):
         return None
     x, y, width, height = box
-    width, height = (
-        min(x + width, image[0]) - max(x, 0.0),
-        min(y + height, image[1]) - max(y, 0.0),
-    )
-    return (width, height) if width > 0 and height > 0 else None
+    inside_width = min(x + width, image[0]) - max(x, 0.0)
+    inside_height = min(y + height, image[1]) - max(y, 0.0)
+    if inside_width <= 0 or inside_height <= 0:
+        return None
+    return inside_width, inside_height
 
 
 def anchor_shapes(sizes: list, ratios: list, strides: Sequence[int]) -> np.ndarray:
-    """Return width, height and stride of every anchor, (A, 3); a single list of sizes or ratios is for all levels."""
-    lists = (each * len(strides) if len(each) == 1 else each for each in (sizes, ratios))
-    levels = zip(strides, *lists, strict=False)
+    """Return width, height and stride of every anchor, (A, 3).
+
+    A single list of sizes or ratios is for all levels.
+    """
+    levels = len(strides)
+    sizes = sizes * levels if len(sizes) == 1 else sizes
+    ratios = ratios * levels if len(ratios) == 1 else ratios
     return np.array(
         [
-            (s / r**0.5, s * r**0.5, stride)
-            for stride, level, some in levels
-            for s in level
-            for r in some
+            (size / ratio**0.5, size * ratio**0.5, stride)
+            for stride, level_sizes, level_ratios in zip(strides, sizes, ratios, strict=False)
+            for size in level_sizes
+            for ratio in level_ratios
         ]
     )
 
@@ -158,22 +184,24 @@ def best_overlaps(boxes: np.ndarray, anchors: np.ndarray) -> np.ndarray:
 
     Their centers differ as they do on average: by a quarter of the stride along each side.
     """
-    found = np.zeros(len(boxes))
-    for *anchor, stride in anchors:
-        inside = (
-            np.minimum(np.minimum(boxes, anchor), (boxes + anchor) / 2 - stride / 4)
-            .clip(min=0)
-            .prod(axis=1)
-        )
-        found = np.maximum(found, inside / (boxes.prod(axis=1) + np.prod(anchor) - inside))
-    return found
+    best = np.zeros(len(boxes))
+    areas = boxes.prod(axis=1)
+    for width, height, stride in anchors:
+        anchor = np.array([width, height])
+        within = np.minimum(boxes, anchor)
+        shifted = (boxes + anchor) / 2 - stride / 4
+        overlap = np.minimum(within, shifted).clip(min=0).prod(axis=1)
+        best = np.maximum(best, overlap / (areas + width * height - overlap))
+    return best
 
 
-def anchor_fit(found: Fingerprint, sides: tuple[float, float], anchors: np.ndarray) -> float:
-    """Return the mean IoU of objects in resized images with their best anchor; classes count equally, as for AP."""
-    step = -(-len(found.boxes) // 5000)
-    category, overlaps = (
-        found.category[::step],
-        best_overlaps(found.resized(*sides)[::step], anchors),
-    )
-    return float(np.average(overlaps, weights=1 / np.bincount(category)[category]))
+def anchor_fit(data: Fingerprint, sides: tuple[float, float], anchors: np.ndarray) -> float:
+    """Return the mean IoU of objects in resized images with their best anchor.
+
+    Classes count equally, as for AP.
+    """
+    step = -(-len(data.boxes) // 5000)
+    category = data.category[::step]
+    overlaps = best_overlaps(data.resized(*sides)[::step], anchors)
+    weights = 1 / np.bincount(category)[category]
+    return float(np.average(overlaps, weights=weights))

@@ -37,7 +37,10 @@ def mask_boxes(masks: Sequence[Any], sizes: Sequence[tuple[int, int]]) -> tuple[
         Boxes x0, y0, x1, y1, (N, 4), and areas, (N), in pixels; NaN without a polygon or valid RLE. An area of 0 is a
         mask without a pixel.
     """
-    boxes, areas = np.full((len(masks), 4), np.nan), np.full(len(masks), np.nan)
+    boxes = np.full((len(masks), 4), np.nan)
+    areas = np.full(len(masks), np.nan)
+
+    # one row per polygon: its mask and its points
     polygons = [
         (index, polygon)
         for index, mask in enumerate(masks)
@@ -46,41 +49,47 @@ def mask_boxes(masks: Sequence[Any], sizes: Sequence[tuple[int, int]]) -> tuple[
         if is_polygon(polygon)
     ]
     if polygons:
-        points = np.fromiter(
-            itertools.chain.from_iterable(polygon for _, polygon in polygons), float
-        ).reshape(-1, 2)
-        lengths = np.array([len(polygon) // 2 for _, polygon in polygons])
-        starts = np.cumsum(lengths) - lengths
-        following = np.arange(1, len(points) + 1)
-        following[starts + lengths - 1] = starts
-        cross = points[:, 0] * points[following, 1] - points[following, 0] * points[:, 1]
-        shoelace = np.abs(np.add.reduceat(cross, starts)) / 2
-        owners, first = np.unique([index for index, _ in polygons], return_index=True)
-        boxes[owners] = np.hstack(
-            [
-                np.minimum.reduceat(points, starts[first]),
-                np.maximum.reduceat(points, starts[first]),
-            ]
-        )
-        areas[owners] = np.add.reduceat(shoelace, first)
-    runs = [
-        index
-        for index, (mask, size) in enumerate(zip(masks, sizes, strict=True))
-        if is_run_length(mask, size)
-    ]
-    if runs:
-        compressed = [
-            mask_util.frPyObjects(mask, *mask["size"])
-            if isinstance(mask["counts"], list)
-            else mask
-            for mask in map(masks.__getitem__, runs)
-        ]
-        found = mask_util.toBbox(compressed)
-        boxes[runs] = np.hstack([found[:, :2], found[:, :2] + found[:, 2:]])
-        areas[runs] = list(
-            map(mask_util.area, compressed)
-        )  # pycocotools 2.0.11 cannot count more than 255 at once
+        owners, polygon_boxes, polygon_areas = _polygon_boxes(polygons)
+        boxes[owners] = polygon_boxes
+        areas[owners] = polygon_areas
+
+    pairs = zip(masks, sizes, strict=True)
+    encoded = [index for index, (mask, size) in enumerate(pairs) if is_run_length(mask, size)]
+    if encoded:
+        run_lengths = [_compressed(masks[index]) for index in encoded]
+        xywh = mask_util.toBbox(run_lengths)
+        boxes[encoded] = corners(xywh)
+        # pycocotools 2.0.11 cannot count more than 255 at once
+        areas[encoded] = [mask_util.area(run_length) for run_length in run_lengths]
     return boxes, areas
+
+
+def _polygon_boxes(polygons: Sequence[tuple[int, list[float]]]) -> tuple[Any, Floats, Floats]:
+    """Return, for pairs of owner and polygon in order, the owners, their boxes and areas.
+
+    The area of a polygon is half of ``|sum_i x_i y_(i+1) - x_(i+1) y_i|``.
+    """
+    flat = itertools.chain.from_iterable(polygon for _, polygon in polygons)
+    points = np.fromiter(flat, float).reshape(-1, 2)
+    lengths = np.array([len(polygon) // 2 for _, polygon in polygons])
+    starts = np.cumsum(lengths) - lengths
+
+    following = np.arange(1, len(points) + 1)
+    following[starts + lengths - 1] = starts
+    x, y = points.T
+    cross = x * y[following] - x[following] * y
+    shoelace = np.abs(np.add.reduceat(cross, starts)) / 2
+
+    owners, first = np.unique([owner for owner, _ in polygons], return_index=True)
+    low = np.minimum.reduceat(points, starts[first])
+    high = np.maximum.reduceat(points, starts[first])
+    return owners, np.hstack([low, high]), np.add.reduceat(shoelace, first)
+
+
+def _compressed(mask: dict[str, Any]) -> Any:
+    """Return a run-length encoding whose counts are bytes."""
+    is_list = isinstance(mask["counts"], list)
+    return mask_util.frPyObjects(mask, *mask["size"]) if is_list else mask
 
 
 def corners(boxes: Floats) -> Floats:

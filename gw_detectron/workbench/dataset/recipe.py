@@ -5,21 +5,21 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torchvision
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import DatasetCatalog
 from torch.torch_version import TorchVersion
 
 from ...config import anchor_strides, get_value, training_sides
 from ...errors import ConfigError, DataError
 from ...modeling.build import object_count_keys
 from ..images.reading import evenly_spread, is_deep
-from .coco_files import complete_coco, read_json
-from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, read_fingerprint
+from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, merge_fingerprints
+from .source import CocoDataset, CocoSource, open_coco, open_registered
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +62,8 @@ def auto_config(
     Raises:
         DataError: the file is not in COCO format, or has no object to learn from.
     """
-    reasons = apply_recipe(
-        cfg, {os.fspath(json): os.fspath(images)}, epochs=epochs, given=given
-    )
+    source = open_coco(CocoDataset(os.fspath(json), os.fspath(images)))
+    reasons = apply_recipe(cfg, [source], epochs=epochs, given=given)
     for line in reasons.values():
         log.info(line)
     return reasons
@@ -72,7 +71,7 @@ def auto_config(
 
 def apply_recipe(
     cfg: CfgNode,
-    files: Mapping[str, str],
+    sources: Sequence[CocoSource],
     *,
     epochs: float | None,
     given: Collection[str],
@@ -87,33 +86,25 @@ def apply_recipe(
         raise ConfigError(
             f"--epochs ({epochs:g}): not above 0. Fix: give e.g. 20 passes over the images."
         )
-    contents = [(folder, complete_coco(read_json(path))) for path, folder in files.items()]
-    found = read_fingerprint(data for _, data in contents)
-    if not len(found.boxes):
+    data = merge_fingerprints([source.fingerprint for source in sources])
+    if not len(data.boxes):
         raise DataError(
-            f"--auto: {len(found.images)} images have no object to learn from ({found.crowds} crowds, "
-            f"{found.unusable} without box, image or category). Fix: correct the annotations."
+            f"--auto: {len(data.images)} images have no object to learn from ({data.crowds} crowds, "
+            f"{data.unusable} without box, image or category). Fix: correct the annotations."
         )
+
     recipe = _Recipe(cfg, given)
     if not schedule_only:
-        paths = [
-            os.path.join(root, str(each.get("file_name")))
-            for root, data in contents
-            for each in data["images"]
-        ]
-        if not cfg.INPUT.PERCENTILES and any(map(is_deep, evenly_spread(paths, 20))):
-            recipe.set("INPUT.PERCENTILES", [0.5, 99.5], "images have more than 8 bits")
-        for step in (
-            _classes_and_masks,
-            _image_size,
-            _augmentations,
-            _anchors,
-            _limits,
-            _sampler,
-            _solver,
-        ):
-            step(recipe, found)
-    _schedule(recipe, found, epochs)
+        _deep_images(recipe, sources)
+        _classes_and_masks(recipe, data)
+        _image_size(recipe, data)
+        _augmentations(recipe)
+        _anchors(recipe, data)
+        _limits(recipe, data)
+        _sampler(recipe, data)
+        _solver(recipe)
+    _schedule(recipe, data, epochs)
+    _kept_weights(recipe)
     return recipe.reasons
 
 
@@ -121,7 +112,9 @@ class _Recipe:
     """A config, and why its keys were set."""
 
     def __init__(self, cfg: CfgNode, given: Collection[str]) -> None:
-        self.cfg, self.given, self.on_cpu = cfg, given, cfg.MODEL.DEVICE == "cpu"
+        self.cfg = cfg
+        self.given = given
+        self.on_cpu = cfg.MODEL.DEVICE == "cpu"
         self.batch = cfg.SOLVER.IMS_PER_BATCH * max(1, cfg.SOLVER.ACCUMULATE)
         self.reasons: dict[str, str] = {}
 
@@ -132,190 +125,206 @@ class _Recipe:
             self.reasons[key] = f"--auto: {key} {value}: {reason}"
 
 
-def _classes_and_masks(recipe: _Recipe, found: Fingerprint) -> None:
+def _deep_images(recipe: _Recipe, sources: Sequence[CocoSource]) -> None:
+    if recipe.cfg.INPUT.PERCENTILES:
+        return
+    paths = [
+        os.path.join(source.dataset.images, str(image.get("file_name")))
+        for source in sources
+        for image in source.content["images"]
+    ]
+    if any(map(is_deep, evenly_spread(paths, 20))):
+        recipe.set("INPUT.PERCENTILES", [0.5, 99.5], "images have more than 8 bits")
+
+
+def _classes_and_masks(recipe: _Recipe, data: Fingerprint) -> None:
     for key in object_count_keys(recipe.cfg):
-        recipe.set(key, len(found.classes), "the categories of the json")
-    missing = found.masks["none"]
-    if recipe.cfg.MODEL.MASK_ON and missing > len(found.boxes) / 2:  # the checks name fewer
-        recipe.set(
-            "MODEL.MASK_ON", False, f"{missing:,} of {len(found.boxes):,} objects have no mask"
-        )
-    if found.masks["rle"]:
-        recipe.set(
-            "INPUT.MASK_FORMAT", "bitmask", f"{found.masks['rle']:,} masks are run lengths"
-        )
+        recipe.set(key, len(data.classes), "the categories of the json")
+
+    objects, without_mask, run_lengths = len(data.boxes), data.masks["none"], data.masks["rle"]
+    if recipe.cfg.MODEL.MASK_ON and without_mask > objects / 2:  # the checks name fewer
+        reason = f"{without_mask:,} of {objects:,} objects have no mask"
+        recipe.set("MODEL.MASK_ON", False, reason)
+    if run_lengths:
+        recipe.set("INPUT.MASK_FORMAT", "bitmask", f"{run_lengths:,} masks are run lengths")
 
 
-def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
+def _image_size(recipe: _Recipe, data: Fingerprint) -> None:
     """Choose the shorter side at which the class of the smallest objects gets enough pixels."""
     wanted, lowest, highest = (24, 160, 384) if recipe.on_cpu else (48, 480, 800)
-    common = np.flatnonzero(
-        found.per_class > 0.01 * len(found.boxes)
-    )  # AP is a mean over classes: each counts
+    # AP is a mean over classes: each counts
+    common = np.flatnonzero(data.per_class > 0.01 * len(data.boxes))
 
     def smallest(side: float, longest: float = math.inf) -> float:
-        sizes = found.sizes(side, longest)
-        return min(
-            (np.quantile(sizes[found.category == index], 0.25) for index in common),
-            default=np.median(sizes),
-        )
+        sizes = data.sizes(side, longest)
+        quartiles = [np.quantile(sizes[data.category == index], 0.25) for index in common]
+        return min(quartiles, default=np.median(sizes))
 
     enlarged = 2 * np.median(
-        found.images.min(axis=1)
+        data.images.min(axis=1)
     )  # beyond, pixels are interpolated from too few
-    side = int(
-        np.clip(32 * round(min(1000 * wanted / smallest(1000), enlarged) / 32), lowest, highest)
-    )
+    side = min(1000 * wanted / smallest(1000), enlarged)
+    side = int(np.clip(32 * round(side / 32), lowest, highest))
     sides = tuple(round(side * scale) for scale in _SCALES)
-    low, high = (
-        smallest(each, recipe.cfg.INPUT.MAX_SIZE_TRAIN) for each in (sides[0], sides[-1])
-    )
-    advice = "; for more, cut the images into smaller ones" if high < wanted / 2 else ""
-    recipe.set(
-        "INPUT.MIN_SIZE_TRAIN",
-        sides,
-        f"small objects get {low:.0f} to {high:.0f} pixels{advice}",
-    )
-    recipe.set(
-        "INPUT.SCALE_PER_BATCH",
-        len(recipe.cfg.INPUT.MIN_SIZE_TRAIN) > 1,
-        "images of a batch need less padding",
-    )
+
+    longest = recipe.cfg.INPUT.MAX_SIZE_TRAIN
+    low, high = smallest(sides[0], longest), smallest(sides[-1], longest)
+    reason = f"small objects get {low:.0f} to {high:.0f} pixels"
+    if high < wanted / 2:
+        reason += "; for more, cut the images into smaller ones"
+    recipe.set("INPUT.MIN_SIZE_TRAIN", sides, reason)
     recipe.set("INPUT.MIN_SIZE_TEST", int(training_sides(recipe.cfg)[0]), "as in training")
 
 
-def _augmentations(recipe: _Recipe, found: Fingerprint) -> None:
-    if (
-        not recipe.cfg.INPUT.AUGMENTATIONS and TorchVersion(torchvision.__version__) >= "0.24"
-    ):  # older ones cannot
-        recipe.set(
-            "INPUT.AUGMENTATIONS",
-            ["ColorJitter(0.3, 0.3, 0.3)"],
-            "brightness, contrast and saturation vary",
-        )
+def _augmentations(recipe: _Recipe) -> None:
+    is_able = TorchVersion(torchvision.__version__) >= "0.24"
+    if is_able and not recipe.cfg.INPUT.AUGMENTATIONS:
+        jitter = ["ColorJitter(0.3, 0.3, 0.3)"]
+        recipe.set("INPUT.AUGMENTATIONS", jitter, "brightness, contrast and saturation vary")
 
 
-def _anchors(recipe: _Recipe, found: Fingerprint) -> None:
-    """Scale the config's anchors, and choose their ratios, by the mean overlap of objects with the best anchor."""
-    cfg, prefix = recipe.cfg, "MODEL.ANCHOR_GENERATOR."
-    node, strides, sides = cfg.MODEL.ANCHOR_GENERATOR, anchor_strides(cfg), training_sides(cfg)
-    factors = [1.0] if prefix + "SIZES" in recipe.given else 2 ** np.arange(-4, 4, 0.25)
-    scaled = [
-        [[max(1, round(factor * size)) for size in level] for level in node.SIZES]
-        for factor in factors
-    ]
-    lists = (
-        [node.ASPECT_RATIOS]
-        if prefix + "ASPECT_RATIOS" in recipe.given
-        else [[each] for each in _RATIOS]
-    )
-    before = best = anchor_fit(
-        found, sides, anchor_shapes(node.SIZES, node.ASPECT_RATIOS, strides)
-    )
+def _anchors(recipe: _Recipe, data: Fingerprint) -> None:
+    """Scale the config's anchors, and choose their ratios, by the mean overlap with objects."""
+    cfg = recipe.cfg
+    size_key, ratio_key = "MODEL.ANCHOR_GENERATOR.SIZES", "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS"
+    node = cfg.MODEL.ANCHOR_GENERATOR
+    strides = anchor_strides(cfg)
+    sides = training_sides(cfg)
+
+    scaled = [node.SIZES]
+    if size_key not in recipe.given:
+        factors = 2 ** np.arange(-4, 4, 0.25)
+        scaled = [
+            [[max(1, round(factor * size)) for size in level] for level in node.SIZES]
+            for factor in factors
+        ]
+    ratio_lists = [node.ASPECT_RATIOS]
+    if ratio_key not in recipe.given:
+        ratio_lists = [[ratios] for ratios in _RATIOS]
+
+    before = anchor_fit(data, sides, anchor_shapes(node.SIZES, node.ASPECT_RATIOS, strides))
     options = []
-    for sizes, ratios in itertools.product(scaled, lists):
+    for sizes, ratios in itertools.product(scaled, ratio_lists):
         anchors = anchor_shapes(sizes, ratios, strides)
-        # the smallest of a level up to eight strides, as in Detectron2: its features show no more of an object
-        if len(scaled) == 1 or all(
-            anchors[anchors[:, 2] == s, :2].min() <= 8 * s for s in set(anchors[:, 2])
-        ):
-            options.append((anchor_fit(found, sides, anchors), sizes, ratios))
-            best = max(best, options[-1][0])
-    if best - before >= _NOTABLE:
-        # of nearly equal anchors, those with the fewest ratios
-        enough = [each for each in options if best - each[0] < _NOTABLE]
-        after, sizes, ratios = min(enough, key=lambda each: (len(each[2][0]), -each[0]))
-        reason = f"mean overlap of an object with its best anchor {before:.2f} -> {after:.2f}"
-        recipe.set(prefix + "SIZES", sizes, reason)
-        recipe.set(prefix + "ASPECT_RATIOS", ratios, reason)
+        if len(scaled) == 1 or _are_seen(anchors):
+            options.append((anchor_fit(data, sides, anchors), sizes, ratios))
+
+    best = max((fit for fit, _, _ in options), default=before)
+    if best - before < _NOTABLE:
+        return
+    # of nearly equal anchors, those with the fewest ratios
+    good = [option for option in options if best - option[0] < _NOTABLE]
+    after, sizes, ratios = min(good, key=lambda option: (len(option[2][0]), -option[0]))
+    reason = f"mean overlap of an object with its best anchor {before:.2f} -> {after:.2f}"
+    recipe.set(size_key, sizes, reason)
+    recipe.set(ratio_key, ratios, reason)
 
 
-def _limits(recipe: _Recipe, found: Fingerprint) -> None:
+def _are_seen(anchors: np.ndarray) -> bool:
+    """Return whether the smallest side of each level has at most eight strides, as in Detectron2.
+
+    Features of a larger stride show no more of an object.
+    """
+    strides = anchors[:, 2]
+    return all(anchors[strides == s, :2].min() <= 8 * s for s in np.unique(strides))
+
+
+def _limits(recipe: _Recipe, data: Fingerprint) -> None:
     """Raise the limits that dense images would exceed."""
-    most, median = int(found.per_image.max()), float(np.median(found.per_image))
-    limits = {"TEST.DETECTIONS_PER_IMAGE": (1.3 * most, 50, 1000)}
-    regions = max(4 * median, min(8 * median, 128)) if recipe.on_cpu else 8 * median
-    limits["MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE"] = (regions, 64, 1024)
+    most = int(data.per_image.max())
+    median = float(np.median(data.per_image))
+    regions = 8 * median
+    if recipe.on_cpu:
+        regions = max(4 * median, min(regions, 128))
+
+    # key -> wanted number, its unit, the highest useful one
+    limits = {
+        "TEST.DETECTIONS_PER_IMAGE": (1.3 * most, 50, 1000),
+        "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE": (regions, 64, 1024),
+    }
     for use in ("TRAIN", "TEST"):
         limits[f"MODEL.RPN.PRE_NMS_TOPK_{use}"] = (5 * most, 100, 2000)  # of a level
         limits[f"MODEL.RPN.POST_NMS_TOPK_{use}"] = (3 * most, 100, 2000)
+
     for key, (wanted, unit, highest) in limits.items():
-        value = max(get_value(recipe.cfg, key), min(unit * math.ceil(wanted / unit), highest))
-        recipe.set(key, value, f"images have up to {most} objects, in the median {median:g}")
+        limit = min(unit * math.ceil(wanted / unit), highest)
+        reason = f"images have up to {most} objects, in the median {median:g}"
+        recipe.set(key, max(get_value(recipe.cfg, key), limit), reason)
 
 
-def _sampler(recipe: _Recipe, found: Fingerprint) -> None:
+def _sampler(recipe: _Recipe, data: Fingerprint) -> None:
     """Repeat the images of rare classes."""
-    counts = found.images_per_class[found.images_per_class > 0]
-    if counts.max() >= _RARE * counts.min():
-        reason = f"a class is in {counts.min()} images, another one in {counts.max()}"
-        recipe.set("DATALOADER.SAMPLER_TRAIN", "RepeatFactorTrainingSampler", reason)
-        threshold = float(np.median(counts) / np.count_nonzero(found.per_image))
-        recipe.set(
-            "DATALOADER.REPEAT_THRESHOLD",
-            round(threshold, 5),
-            "images of rarer classes are repeated",
-        )
+    counts = data.images_per_class[data.images_per_class > 0]
+    if counts.max() < _RARE * counts.min():
+        return
+    reason = f"a class is in {counts.min()} images, another one in {counts.max()}"
+    recipe.set("DATALOADER.SAMPLER_TRAIN", "RepeatFactorTrainingSampler", reason)
+
+    threshold = round(float(np.median(counts) / np.count_nonzero(data.per_image)), 5)
+    reason = "images of rarer classes are repeated"
+    recipe.set("DATALOADER.REPEAT_THRESHOLD", threshold, reason)
 
 
-def _solver(recipe: _Recipe, found: Fingerprint) -> None:
-    """Average the weights; scale the COCO recipe's rate, or the small-batch study's for small networks from scratch."""
-    recipe.set(
-        "SOLVER.EMA", 0.999, "averaged weights have a higher AP before the learning rate drops"
-    )
-    cfg, images = recipe.cfg, recipe.batch
+def _solver(recipe: _Recipe) -> None:
+    """Average the weights; scale the learning rate of the COCO recipe or of the small-batch study."""
+    reason = "averaged weights have a higher AP before the learning rate drops"
+    recipe.set("SOLVER.EMA", 0.999, reason)
+
+    cfg = recipe.cfg
+    images = recipe.batch
+    norm = cfg.MODEL.RESNETS.NORM
     if cfg.MODEL.WEIGHTS or cfg.MODEL.RESNETS.DEPTH > 34:
         rate = 0.01 if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else 0.02
         recipe.set("SOLVER.BASE_LR", rate * images / 16, f"{rate} for 16 images, here {images}")
         return
-    grouped = cfg.MODEL.RESNETS.NORM.startswith("GN") and not cfg.MODEL.RESNETS.WHITEN_POSITIONS
+
     # with two images: twice the best rate on synthetic images, half of the best on real ones (experiments/)
-    rate = max(0.02, (0.005 if grouped else 0.01) * images)
-    recipe.set(
-        "SOLVER.BASE_LR", rate, f"for {cfg.MODEL.RESNETS.NORM} from scratch, {images} images"
-    )
+    is_grouped = norm.startswith("GN") and not cfg.MODEL.RESNETS.WHITEN_POSITIONS
+    rate = max(0.02, (0.005 if is_grouped else 0.01) * images)
+    recipe.set("SOLVER.BASE_LR", rate, f"for {norm} from scratch, {images} images")
 
 
-def _schedule(recipe: _Recipe, found: Fingerprint, epochs: float | None) -> None:
+def _schedule(recipe: _Recipe, data: Fingerprint, epochs: float | None) -> None:
     """Set the length by the number of images, and what depends on it."""
-    images = np.count_nonzero(found.per_image)  # the others are not trained on
+    images = np.count_nonzero(data.per_image)  # the others are not trained on
     passes = epochs or float(np.clip(12 * math.sqrt(1000 / images), 12, 100))
     iterations = max(1, math.ceil(passes * images / recipe.batch))
     recipe.set("SOLVER.MAX_ITER", iterations, f"{passes:.3g} passes over {images:,} images")
+
     iterations = recipe.cfg.SOLVER.MAX_ITER
     steps = tuple(sorted({3 * iterations // 4, 9 * iterations // 10} - {0}))
     recipe.set("SOLVER.STEPS", steps, "after 3/4 and 9/10 of the iterations")
     recipe.set("SOLVER.WARMUP_ITERS", min(500, iterations // 10), "the first tenth")
-    times = int(
-        np.clip(iterations * recipe.batch / images / 5, 1, 5)
-    )  # an evaluation can take as long as a pass
+
+    # an evaluation can take as long as a pass
+    times = int(np.clip(iterations * recipe.batch / images / 5, 1, 5))
     period = math.ceil(iterations / times)
-    recipe.set(
-        "TEST.EVAL_PERIOD", period, f"every five passes, at most five times; here {times}"
-    )
-    lost = math.ceil(period / math.ceil(period / max(2000, iterations / 20)))
-    recipe.set("SOLVER.CHECKPOINT_PERIOD", lost, "iterations that a killed run can lose")
-    if (
-        (tests := recipe.cfg.DATASETS.TEST)
-        and recipe.cfg.TEST.EVAL_PERIOD
-        and not recipe.cfg.TEST.BEST
-    ):
-        score = _main_score(recipe.cfg, tests[0])
-        recipe.set(
-            "TEST.BEST",
-            f"{tests[0]}/{score}" if len(tests) > 1 else score,
-            "its best weights are kept",
-        )
+    reason = f"every five passes, at most five times; here {times}"
+    recipe.set("TEST.EVAL_PERIOD", period, reason)
+    checkpoints = math.ceil(period / max(2000, iterations / 20))  # between two evaluations
+    reason = "iterations that a killed run can lose"
+    recipe.set("SOLVER.CHECKPOINT_PERIOD", math.ceil(period / checkpoints), reason)
 
 
-def _main_score(cfg: CfgNode, dataset: str) -> str:
-    """Name the AP by which weights are kept: one that counts all objects of the dataset's images."""
-    task, dense = (
-        "keypoints" if cfg.MODEL.KEYPOINT_ON else "segm" if cfg.MODEL.MASK_ON else "bbox",
-        "",
-    )
-    path = MetadataCatalog.get(dataset).get("json_file") if dataset in DatasetCatalog else None
+def _kept_weights(recipe: _Recipe) -> None:
+    """Keep the weights of the best AP that counts all objects of the images."""
+    cfg = recipe.cfg
+    if not cfg.DATASETS.TEST or not cfg.TEST.EVAL_PERIOD or cfg.TEST.BEST:
+        return
+    task = "bbox"
+    if cfg.MODEL.MASK_ON:
+        task = "segm"
+    if cfg.MODEL.KEYPOINT_ON:
+        task = "keypoints"
+
+    name = cfg.DATASETS.TEST[0]
+    dense = ""
     with contextlib.suppress(DataError, OSError):  # the checks before a run name the fault
-        found = read_fingerprint([read_json(path)] if path else [])
-        dense = found.dense_score(task, cfg.TEST.DETECTIONS_PER_IMAGE)
-    return f"{task}/{dense or 'AP'}"
+        source = open_registered(name) if name in DatasetCatalog else None
+        if source is not None:
+            dense = source.fingerprint.dense_score(task, cfg.TEST.DETECTIONS_PER_IMAGE)
+
+    score = f"{task}/{dense or 'AP'}"
+    if len(cfg.DATASETS.TEST) > 1:
+        score = f"{name}/{score}"
+    recipe.set("TEST.BEST", score, "its best weights are kept")

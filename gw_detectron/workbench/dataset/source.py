@@ -1,23 +1,43 @@
-"""Register a user's datasets in COCO format."""
+"""The datasets of a run: each COCO file is opened once, and handed on by the name of its dataset.
 
-import contextlib
+:func:`register_datasets` opens files where the flags are read. The recipe, the checks, the training and the evaluation
+find the open :class:`CocoSource` by :func:`opened`, as they find its records in Detectron2's ``DatasetCatalog``.
+"""
+
+import json
+import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.datasets import register_coco_instances
-from detectron2.utils.file_io import PathManager
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
 
+from ...atomic import atomic_write
 from ...errors import ConfigError, DataError
-from .coco_files import DerivedFile, complete_coco, read_json, split_coco
+from .coco_content import (
+    MALFORMED,
+    category_names,
+    complete_coco,
+    content_to_records,
+    read_json,
+    records_to_content,
+    split_coco,
+)
+from .fingerprint import Fingerprint, read_fingerprint
+
+log = logging.getLogger(__name__)
+
+_SIDES = (("left", "right"), ("Left", "Right"), ("LEFT", "RIGHT"))
 
 
 @dataclass(frozen=True)
 class CocoDataset:
-    """A dataset in COCO format."""
+    """A dataset in COCO format, as a user names it."""
 
     json: str  # the annotation file
     images: str  # the folder to which file_name in it is relative
@@ -39,29 +59,126 @@ class CocoDatasets:
     val: dict[str, CocoDataset] = field(default_factory=dict)
 
 
-_registered: dict[str, CocoDataset] = {}
+class CocoSource:
+    """An open dataset: its file, content, images and fingerprint.
+
+    Args:
+        dataset: the dataset without ``val_fraction``. Its ``json`` is the user's file, or a derived one that
+            :meth:`write` makes.
+        content: the parsed file, complete if ``is_completed``; None if it could not be read because of ``error``.
+        origin: the file that the user named.
+        notes: what the completion replaced, a sentence each.
+        part: ``train`` or ``val`` of a split file, else "".
+    """
+
+    def __init__(
+        self,
+        dataset: CocoDataset,
+        content: Any,
+        *,
+        origin: str = "",
+        notes: Sequence[str] = (),
+        error: Exception | None = None,
+        part: str = "",
+        is_completed: bool = True,
+    ) -> None:
+        self.dataset = dataset
+        self.origin = origin or dataset.json
+        self.notes = list(notes)
+        self.error = error
+        self.part = part
+        self.is_completed = is_completed
+        self._content = content
+        self._is_written = dataset.json in ("", self.origin)
+
+    @property
+    def content(self) -> Any:
+        """The content of the file, which is read again after :meth:`records` has released it."""
+        if self.error is not None:
+            raise self.error
+        if self._content is None:
+            self._content = read_json(self.dataset.json)
+        return self._content
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Statistics of images and objects; another format is a DataError."""
+        return read_fingerprint(self.content)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the dataset in Detectron2's format, and release the content."""
+        self.write()
+        records = content_to_records(self.content, self.dataset.images)
+        self._content = None
+        return records
+
+    def write(self) -> None:
+        """Write the file if it is a derived one and not written yet."""
+        if self._is_written or self.error is not None:
+            return
+        path = Path(self.dataset.json)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as temporary:
+            temporary.write_text(json.dumps(self._content))
+        self._is_written = True
+        log.info("'%s': written from '%s'", path, self.origin)
+
+
+def open_coco(dataset: CocoDataset) -> CocoSource:
+    """Open a dataset that is not registered; raise the error of reading it."""
+    content, notes = complete_coco(read_json(dataset.json))
+    return CocoSource(dataset, content, notes=notes)
+
+
+_opened: dict[str, CocoSource] = {}
+
+
+def opened(name: str) -> CocoSource | None:
+    """Return the open source of a dataset that :func:`register_datasets` has registered."""
+    return _opened.get(name)
+
+
+def open_registered(name: str, *, evaluated: bool = False) -> CocoSource | None:
+    """Return the source of any registered dataset; None if it has no boxes in COCO's sense.
+
+    Datasets that Detectron2 or the user's program has registered are read from their json, or from their records, which
+    have the fields that an evaluation needs if they are ``evaluated``.
+    """
+    if name in _opened:
+        return _opened[name]
+    metadata = MetadataCatalog.get(name)
+    root = metadata.get("image_root") or "."
+    if path := metadata.get("json_file"):
+        return CocoSource(CocoDataset(path, root), read_json(path), is_completed=False)
+
+    classes = metadata.get("thing_classes")
+    content = records_to_content(DatasetCatalog.get(name), classes, evaluated=evaluated)
+    if content is None:
+        return None
+    # the names of images in records are paths
+    return CocoSource(CocoDataset("", "."), content, origin="a Python function")
 
 
 def registered_datasets(train: Iterable[str], val: Iterable[str]) -> CocoDatasets:
     """Return the named datasets that :func:`register_datasets` has registered."""
-    return CocoDatasets(
-        *(
-            {name: _registered[name] for name in names if name in _registered}
-            for names in (train, val)
-        )
-    )
+    parts = [
+        {name: _opened[name].dataset for name in names if name in _opened}
+        for names in (train, val)
+    ]
+    return CocoDatasets(*parts)
 
 
 def needs_registration(names: Iterable[str]) -> bool:
     """Return whether a dataset is unknown, or known by :func:`register_datasets` only."""
-    return any(name not in DatasetCatalog or name in _registered for name in names)
+    return any(name not in DatasetCatalog or name in _opened for name in names)
 
 
 def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
-    """Register datasets with Detectron2 for a run folder; a second call replaces datasets of its names.
+    """Open datasets and register them with Detectron2 for a run folder.
 
     One with ``val_fraction`` becomes two: NAME, and for validation NAME with ``_val`` in place of ``_train``. Their
-    files, and those that need completion (:func:`complete_coco`), are derived ones in ``folder``/datasets.
+    files, and those that need completion (:func:`complete_coco`), are derived ones in ``folder``/datasets. A second
+    call replaces datasets of its names. A file that cannot be read is registered, too: the checks report why.
 
     Returns:
         The datasets that were registered, without ``val_fraction``.
@@ -70,94 +187,172 @@ def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
         ConfigError: a name belongs to another dataset, or a file would replace its source.
         DataError: a file cannot be split.
     """
-    found = CocoDatasets()
-    for role, name, dataset, metadata in _resolve(datasets, folder):
-        known = {**found.train, **found.val}
-        if name in known and ("part" in metadata or known[name] != dataset):
+    registered = CocoDatasets()
+    for role, name, source in _open_all(datasets, folder):
+        known = {**registered.train, **registered.val}
+        if name in known and (source.part or known[name] != source.dataset):
             raise ConfigError(
                 f"dataset ('{name}'): names two datasets of this run. Fix: rename one of them."
             )
-        _register(name, dataset, metadata)
-        getattr(found, role)[name] = dataset
-    return found
+        _register(name, source)
+        getattr(registered, role)[name] = source.dataset
+    return registered
 
 
-def _resolve(
-    datasets: CocoDatasets, folder: str
-) -> Iterator[tuple[str, str, CocoDataset, dict[str, Any]]]:
-    """Yield role, name, dataset and metadata: of a derived file its source, and which part it is."""
+def _open_all(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, CocoSource]]:
+    """Yield role, name and source of each dataset; a split one has both roles."""
+    files: dict[str, tuple[Any, Exception | None]] = {}
     classes: dict[int, str] = {}  # of the first file that can be read, from the training on
     for role, named in vars(datasets).items():
         for name, dataset in named.items():
-            content: Any = None
-            ignored = (
-                () if dataset.val_fraction else (OSError, DataError)
-            )  # which preflight reports
-            with contextlib.suppress(*ignored):
-                content = read_json(dataset.json)
-            with contextlib.suppress(LookupError, TypeError):
-                classes = classes or {
-                    each["id"]: each["name"] for each in content["categories"]
-                }
-            source = {"source": dataset.json, **_keypoint_metadata(dataset, content)}
-            completed = complete_coco(content, classes)
+            if dataset.json not in files:
+                files[dataset.json] = _try_read(dataset)
+            content, error = files[dataset.json]
+            classes = classes or category_names(content)
+            completed, notes = complete_coco(content, classes)
+            dataset = _with_keypoints(dataset, content)
+
             if dataset.val_fraction:
+                halves = split_coco(completed, dataset.val_fraction)
                 names = {"train": name, "val": f"{name.removesuffix('_train')}_val"}
-                for (part, each), half in zip(
-                    names.items(), split_coco(completed, dataset.val_fraction), strict=True
-                ):
+                for (part, part_name), half in zip(names.items(), halves, strict=True):
                     yield (
                         part,
-                        each,
-                        _derived(each, dataset, folder, half),
-                        {**source, "part": part},
+                        part_name,
+                        _derived(part_name, dataset, half, folder, notes, part),
                     )
             elif completed is content:
-                yield role, name, dataset, source
+                yield role, name, CocoSource(dataset, content, error=error)
             else:
-                yield role, name, _derived(name, dataset, folder, completed), source
+                yield role, name, _derived(name, dataset, completed, folder, notes)
 
 
-def _keypoint_metadata(dataset: CocoDataset, content: Any) -> dict[str, Any]:
-    """Return names and flips of the keypoints as given, else by the names in the categories of the file."""
-    names = dataset.keypoint_names
-    with contextlib.suppress(LookupError, TypeError, AttributeError):
-        found = [each["keypoints"] for each in content["categories"] if each.get("keypoints")]
-        names = names or found[0] * all(each == found[0] for each in found)
-    sides = [("left", "right"), ("Left", "Right"), ("LEFT", "RIGHT")]
-    swaps = [
-        (each, each.replace(a, b))
-        for each in names
-        for a, b in sides
-        if each.replace(a, b) in {*names} - {each}
-    ]
-    flips: list[tuple[str, ...]] = [tuple(pair) for pair in dataset.keypoint_flip_map]
-    flips += [] if flips else swaps
-    return {"keypoint_names": names, "keypoint_flip_map": flips} if names else {}
+def _try_read(dataset: CocoDataset) -> tuple[Any, Exception | None]:
+    """Return the content of a file, or the error of reading it, which the checks report."""
+    try:
+        return read_json(dataset.json), None
+    except (OSError, DataError) as error:
+        if dataset.val_fraction:  # nothing to split
+            raise
+        return None, error
 
 
-def _derived(name: str, dataset: CocoDataset, folder: str, content: Any) -> CocoDataset:
-    """Replace the file of a dataset by one in the run folder that is derived from it."""
+def _with_keypoints(dataset: CocoDataset, content: Any) -> CocoDataset:
+    """Return a dataset with the names of its keypoints: as given, else by the categories of the file."""
+    names = dataset.keypoint_names or _category_keypoints(content)
+    flips = dataset.keypoint_flip_map
+    if not flips:
+        mirrored = [
+            (name, name.replace(left, right)) for name in names for left, right in _SIDES
+        ]
+        flips = [[name, other] for name, other in mirrored if other != name and other in names]
+    return replace(dataset, keypoint_names=names, keypoint_flip_map=flips)
+
+
+def _category_keypoints(content: Any) -> list[str]:
+    """Return the names of keypoints in the categories of a file; [] unless all agree."""
+    try:
+        lists = [c["keypoints"] for c in content["categories"] if c.get("keypoints")]
+    except MALFORMED:
+        return []
+    is_usable = bool(lists) and all(isinstance(name, str) for name in lists[0])
+    return list(lists[0]) if is_usable and all(names == lists[0] for names in lists) else []
+
+
+def _derived(
+    name: str,
+    dataset: CocoDataset,
+    content: Any,
+    folder: str,
+    notes: Sequence[str],
+    part: str = "",
+) -> CocoSource:
+    """Return the source of a file in the run folder that is derived from a dataset's."""
     path = os.path.join(os.path.abspath(folder), "datasets", f"{name}.json")
     if os.path.realpath(path) == os.path.realpath(dataset.json):
         raise ConfigError(
             f"dataset ('{name}'): the run would replace its file '{path}'. Fix: give another OUTPUT_DIR."
         )
-    PathManager.register_handler(DerivedFile(path, dataset.json, content), allow_override=True)
-    return replace(dataset, json=path, val_fraction=0.0)
+    own = replace(dataset, json=path, val_fraction=0.0)
+    return CocoSource(own, content, origin=dataset.json, notes=notes, part=part)
 
 
-def _register(name: str, dataset: CocoDataset, metadata: dict[str, Any]) -> None:
+def _register(name: str, source: CocoSource) -> None:
     if not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(
             f"dataset ('{name}'): not a name. Fix: use letters, digits, '_', '-' and '.' only."
         )
-    if name in DatasetCatalog and name not in _registered:
+    if name in DatasetCatalog and name not in _opened:
         raise ConfigError(
             f"dataset ('{name}'): belongs to another dataset already. Fix: choose another name."
         )
+
     # Metadata cannot be changed: remove an earlier registration first.
     DatasetCatalog.pop(name, None)
     MetadataCatalog.pop(name, None)
-    register_coco_instances(name, metadata, dataset.json, dataset.images)
-    _registered[name] = dataset
+    DatasetCatalog.register(name, source.records)
+    MetadataCatalog.get(name).set(**_metadata(source))
+    _opened[name] = source
+
+
+def _metadata(source: CocoSource) -> dict[str, Any]:
+    """Return the metadata of a dataset as Detectron2 names them."""
+    dataset = source.dataset
+    metadata: dict[str, Any] = {
+        "json_file": dataset.json,
+        "image_root": dataset.images,
+        "evaluator_type": "coco",
+        "source": source.origin,
+    }
+    if dataset.keypoint_names:
+        metadata["keypoint_names"] = dataset.keypoint_names
+        metadata["keypoint_flip_map"] = [tuple(pair) for pair in dataset.keypoint_flip_map]
+
+    if source.error is None:
+        names = category_names(source.content)
+        metadata |= _class_fields({number: names[number] for number in _sorted_ids(names)})
+    return metadata
+
+
+def _sorted_ids(names: Mapping[int, str]) -> list[int]:
+    try:
+        return sorted(names)
+    except TypeError:  # ids of several types, which the checks refuse
+        return []
+
+
+def _class_fields(classes: Mapping[int, str]) -> dict[str, Any]:
+    """Return Detectron2's metadata of classes, by category id in the order of a detector's outputs."""
+    if not classes:
+        return {}
+    return {
+        "thing_classes": list(classes.values()),
+        "thing_dataset_id_to_contiguous_id": {
+            number: index for index, number in enumerate(classes)
+        },
+    }
+
+
+def classes_of(metadata: Metadata) -> dict[int, str]:
+    """Return the class names of a dataset by category id, in the order of a detector's outputs."""
+    names = metadata.get("thing_classes") or []
+    indices = metadata.get("thing_dataset_id_to_contiguous_id")
+    if not indices:
+        return dict(enumerate(names))
+    in_order = sorted(indices, key=indices.__getitem__)
+    return {number: names[indices[number]] for number in in_order}
+
+
+def class_metadata(cfg: CfgNode, trained: Mapping[int, str] | None = None) -> Metadata:
+    """Return ``thing_classes`` and ``thing_dataset_id_to_contiguous_id`` of a config's model; empty if unknown.
+
+    ``trained`` has the classes that the model's checkpoint records, by category id; they decide.
+    """
+    for name in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN):
+        if needs_registration([name]):
+            continue
+        metadata = MetadataCatalog.get(name)
+        classes = classes_of(metadata)
+        if classes and (not trained or classes == trained):
+            return metadata
+    return Metadata(**_class_fields(trained or {}))

@@ -11,20 +11,20 @@ import io
 import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
 from detectron2.utils.file_io import PathManager
-from iopath.common.file_io import file_lock
+from iopath.common.file_io import PathHandler, file_lock
 from PIL import Image
 
 from ...atomic import atomic_folder
 from ...errors import ConfigError, DataError
 from ..progress import progress_bar
-from .coco_files import GeneratedFiles
 from .polygons import to_coco
 from .scene import SHAPES, Scene
 
@@ -189,6 +189,27 @@ def _check(folder: Path, split: str, config: SyntheticConfig) -> None:
         raise DataError(
             f"'{folder}': the synthetic dataset has other parameters: {listed}. {fix}"
         )
+
+
+class GeneratedFiles(PathHandler):
+    """Path handler of files that ``make`` writes when one of them is first used.
+
+    Not a ``NativePathHandler``: iopath would then use it for all local files.
+    """
+
+    def __init__(self, paths: list[str], make: Callable[[], Any]) -> None:
+        super().__init__()
+        self._paths, self._make = paths, make
+
+    def _get_supported_prefixes(self) -> list[str]:
+        return self._paths
+
+    def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
+        self._make()
+        return path
+
+    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
+        return open(self._get_local_path(path), mode, buffering, **kwargs)
 
 
 def register_synthetic(

@@ -25,7 +25,7 @@ from ...weights import (
     open_start_weights,
     trained_classes,
 )
-from ..dataset.datasets_yaml import class_metadata
+from ..dataset.source import class_metadata
 from ..images.reading import evaluation_input
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from ...errors import (
     is_out_of_memory,
 )
 from ...installation import require_packages
-from ..dataset.coco_files import complete_coco, read_json
+from ..dataset.coco_content import complete_coco, read_json
 from ..dataset.datasets_yaml import existing_path
 from ..dataset.source import CocoDataset, CocoDatasets, register_datasets
 from ..images.drawing import draw_predictions, draw_record
@@ -199,7 +199,7 @@ def write_preview(
     with tempfile.TemporaryDirectory() as work, atomic_folder(output, _PREVIEW_FILES) as folder:
         dataset = CocoDataset(os.path.join(work, "annotations.json"), images)
         try:
-            content = complete_coco(_drawable(read_json(json_file)))
+            content = complete_coco(_drawable(read_json(json_file)))[0]
             Path(dataset.json).write_text(json.dumps(content))
             register_datasets(CocoDatasets(val={_PREVIEW: dataset}), work)
             records = evenly_spread(DatasetCatalog.get(_PREVIEW), limit)

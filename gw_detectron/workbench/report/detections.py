@@ -96,7 +96,7 @@ class Detections:
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """The statistics of the ground truth."""
-        return read_fingerprint([self.truth.dataset])
+        return read_fingerprint(self.truth.dataset)
 
     def dense_score(self, task: str) -> dict[str, float]:
         """Return ``AP@N`` by its name, if COCO's AP does not count all objects."""

@@ -1,8 +1,8 @@
-"""Runs: flags, trainer, launch. The story of a run is :mod:`gw_detectron.workbench.run.train`."""
+"""Runs: request, checks, trainer, evaluation. The story of a run is :mod:`gw_detectron.workbench.run.train`."""
 
-from .flags import get_parser
+from .request import DatasetFlags, RunRequest
 from .run_datasets import use_recorded_datasets
-from .train import main
+from .train import main, prepare
 from .trainer import Trainer
 
-__all__ = ["Trainer", "get_parser", "main", "use_recorded_datasets"]
+__all__ = ["DatasetFlags", "RunRequest", "Trainer", "main", "prepare", "use_recorded_datasets"]

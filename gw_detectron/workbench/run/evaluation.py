@@ -44,7 +44,7 @@ class DenseCOCOEvaluator(COCOEvaluator):
         self._use_fast_impl &= all(
             isinstance(key, int) for key in (*self._coco_api.imgs, *self._coco_api.cats)
         )
-        self._fingerprint = read_fingerprint([{"annotations": [], **self._coco_api.dataset}])
+        self._fingerprint = read_fingerprint(self._coco_api.dataset)
         self._detections = detections
 
     def _derive_coco_results(

@@ -1,21 +1,20 @@
 """The output folder of a run: its lock, its checkpoints, its metrics, and clearing what an earlier run left."""
 
-import contextlib
 import errno
 import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from ...errors import ConfigError, FileAccessError, PreflightReport, RunError
+from ...errors import ConfigError, FileAccessError, RunError
 from ...weights import StartWeights
 from ...weights.opening import BEST_CHECKPOINT
+from ..dataset.dataset_checks import CheckReport
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +32,8 @@ _DETECTORS = (
 )  # by which later commands find one
 # Detectron2 would reuse the converted annotations even if the dataset has changed.
 _EVALUATION = (f"inference/{PREDICTIONS}", "inference/config.yaml", f"inference/*{CONVERTED}*")
-_EARLIER = (
-    ".earlier"  # ends the names of small files of an earlier run until the new one trains
-)
-_LOGS = ("log.txt", "log.txt.rank*", "events.out.tfevents.*", "*_run.txt")
-# config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own.
-_RUN = ("model_*.pth", "last_checkpoint", METRICS, *_LOGS, f"*{_EARLIER}")
+# config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own. So does log.txt.
+_RUN = ("last_checkpoint", "model_*.pth", METRICS, "events.out.tfevents.*", "*_run.txt")
 _FOLDERS = ("inference", "inference_TTA", "report")
 
 
@@ -82,35 +77,27 @@ def lock_output(folder: str, *, wait: bool = False) -> IO[str]:
 def check_output(
     folder: str,
     start: StartWeights,
-    report: PreflightReport,
+    report: CheckReport,
     *,
     resume: bool | None,
     keeps: bool,
     best: str = "",
 ) -> None:
-    """Check that a run finds the checkpoint it continues from, and overwrites none that the folder ``keeps``."""
-    found, unusable = (
-        list(Path(folder).glob("*.pth")),
-        (BEST_CHECKPOINT, os.path.basename(start.address)),
-    )
-    others = [
-        path for path in found if path.name not in unusable and path.is_file()
-    ]  # no link to a lost file
-    newest = max(others, key=os.path.getmtime, default=None)
-    fix = "Fix: start again with --overwrite instead of --resume; there is no other checkpoint."
-    if newest:
-        fix = f"Fix: write {newest.name}, the newest other one, into {folder}/last_checkpoint."
+    """Check that a run finds the checkpoint it continues from, and overwrites none that it ``keeps``."""
+    has_best = Path(folder, BEST_CHECKPOINT).is_file()
     if start.resumed:
         if start.error:
-            report.errors.append(f"{str(start.error).partition(' Fix: ')[0]} {fix}")
-        if keeps and not best and Path(folder, BEST_CHECKPOINT).is_file():
+            reason = str(start.error).partition(" Fix: ")[0]
+            report.errors.append(f"{reason} {_other_checkpoint(folder, start)}")
+        if keeps and not best and has_best:
             report.errors.append(
                 f"TEST.BEST (''): the run kept {BEST_CHECKPOINT} by a score, and commands would take it also later. "
                 "Fix: set TEST.BEST as in that run, or move the file elsewhere."
             )
-    elif resume and found:
+    elif resume and any(Path(folder).glob("*.pth")):
         report.errors.append(
-            f"--resume: '{folder}/last_checkpoint', which names the checkpoint, is missing. {fix}"
+            f"--resume: '{folder}/last_checkpoint', which names the checkpoint, is missing. "
+            f"{_other_checkpoint(folder, start)}"
         )
     elif resume:
         report.warnings.append(
@@ -118,6 +105,20 @@ def check_output(
         )
     elif keeps and any(Path(folder, name).is_file() for name in _DETECTORS):
         report.errors.append(earlier_run(folder))
+
+
+def _other_checkpoint(folder: str, start: StartWeights) -> str:
+    """Name the newest checkpoint that a run can continue from, in place of an unusable one."""
+    unusable = (BEST_CHECKPOINT, os.path.basename(start.address))
+    others = [
+        path
+        for path in Path(folder).glob("*.pth")
+        if path.name not in unusable and path.is_file()  # no link to a lost file
+    ]
+    if not others:
+        return "Fix: start again with --overwrite instead of --resume; there is no other checkpoint."
+    newest = max(others, key=os.path.getmtime)
+    return f"Fix: write {newest.name}, the newest other one, into {folder}/last_checkpoint."
 
 
 def earlier_run(folder: str) -> str:
@@ -128,60 +129,43 @@ def earlier_run(folder: str) -> str:
     )
 
 
-def clear_output(
+def stale_output(
     folder: str, *, metrics: bool = False, everything: bool = False, needed: str = ""
 ) -> list[Path]:
-    """Delete stale evaluation output, so that a report does not mistake it for the new run's.
+    """Return the files that a report would take for the new run's, and that the run removes when it begins.
 
-    On request it deletes the ``metrics``, to which a new run would append. Of ``everything`` of an earlier run it
-    renames metrics and logs, and returns what is to be deleted when the new run trains, or to be given to
-    :func:`restored_at_error`. A file ``needed`` by the new run stays; in a folder to delete it is a ConfigError.
+    These are results of an evaluation, on request also the ``metrics``, to which a new run would append, or
+    ``everything`` of an earlier run but its log. The checkpoint that is ``needed`` by the new run is left out. If
+    commands would take it for the new run's, or it is in a folder to remove, it is a ConfigError.
     """
+    patterns = list(_EVALUATION)
+    if metrics:
+        patterns += [METRICS, f"inference/{BEST_PREDICTIONS}"]
+    if everything:
+        patterns += [*_RUN, *_FOLDERS]
+
     kept = Path(needed).resolve() if needed else None
-    started = [METRICS, f"inference/{BEST_PREDICTIONS}"] if metrics else []
-    patterns = [*_EVALUATION, *started, *([*_RUN, *_FOLDERS] if everything else [])]
-    matches = dict.fromkeys(path for pattern in patterns for path in Path(folder).glob(pattern))
-    found = [
-        path for path in matches if path.resolve() != kept or path.name == BEST_CHECKPOINT
-    ]  # which commands take
-    if inside := [path for path in found if kept and kept.is_relative_to(path.resolve())]:
-        raise ConfigError(
-            f"--overwrite: would remove '{inside[0]}', but the run reads '{kept}'. Fix: move the file elsewhere, or "
-            "give another OUTPUT_DIR."
-        )
-    if not everything:
-        remove_files(found)
-        return []
-    renamed = [
-        path
-        for path in found
-        if re.search(rf"{METRICS}$|\.txt", path.name) and path.suffix != _EARLIER
-    ]
-    later = [path for path in found if path not in renamed]
-    later += [path.replace(f"{path}{_EARLIER}") for path in renamed]
-    for path in Path(folder).glob("*.yaml"):  # config.yaml, datasets.yaml
-        later.append(Path(shutil.copy2(path, f"{path}{_EARLIER}")))
-    return later
+    stale = []
+    for path in dict.fromkeys(
+        path for pattern in patterns for path in Path(folder).glob(pattern)
+    ):
+        if kept is None or not kept.is_relative_to(path.resolve()):
+            stale.append(path)
+        elif path.is_dir() or path.name == BEST_CHECKPOINT:
+            raise ConfigError(
+                f"--overwrite: would remove '{path}', but the run reads '{kept}'. Fix: move the file "
+                "elsewhere, or give another OUTPUT_DIR."
+            )
+    return stale
 
 
-@contextlib.contextmanager
-def restored_at_error(paths: list[Path]) -> Iterator[None]:
-    """Give the files that :func:`clear_output` has renamed their names again if the new run is refused."""
-    try:
-        yield
-    except BaseException:
-        for path in paths:
-            if path.suffix == _EARLIER and path.exists():
-                path.replace(path.with_suffix(""))
-        raise
-
-
-def remove_files(paths: list[Path]) -> None:
-    """Remove files and folders, and empty the list."""
-    while paths:
-        path = paths.pop()
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove files and folders; empty the metrics, which a writer may have opened."""
+    for path in paths:
         if path.is_dir():
             shutil.rmtree(path)
+        elif path.name == METRICS and path.exists():
+            os.truncate(path, 0)
         else:
             path.unlink(missing_ok=True)
 
@@ -192,8 +176,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     A line cut off by a kill, or without an iteration, is skipped. If a resumed run repeated an iteration, the later
     record counts.
     """
+    if not path.is_file():
+        return []
     by_iteration: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             record = json.loads(line)
             by_iteration.setdefault(record["iteration"], {}).update(record)

@@ -10,13 +10,14 @@ from detectron2.utils import comm
 from torch import nn
 
 from ...config import get_value
-from ...errors import ConfigError, PreflightReport, summarize_names
+from ...errors import ConfigError, summarize_names
 from ...layers import FrozenBatchWhitening2d
 from ...modeling.build import NORM_KEYS, build_checked_model, unread_keys
 from ...norms import is_synchronized, norm_spec
 from ...weights import Checkpoint, StartWeights, norm_differences, norm_mismatch
 from ...weights.network import PREPROCESSING, Preprocessing
 from ...weights.records import PREPROCESSING_DIFFERS, config_problems
+from ..dataset.dataset_checks import CheckReport
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
 _ZOO = r"(^detectron2:/|/detectron2)/(COCO|LVIS|Cityscapes|PascalVOC)[^/]*/"  # detectors
@@ -33,39 +34,46 @@ _PREPROCESSING = {
 
 
 def check_model(
-    cfg: CfgNode, start: StartWeights, report: PreflightReport, *, eval_only: bool
+    cfg: CfgNode, start: StartWeights, report: CheckReport, *, eval_only: bool
 ) -> nn.Module | None:
-    """Check components, norms and frozen layers; return the model on the meta device, None if it cannot be built."""
-    from_scratch, freeze_at, model = not start.address, cfg.MODEL.BACKBONE.FREEZE_AT, None
+    """Check components, norms and frozen layers.
+
+    Returns the model on the meta device, None if it cannot be built.
+    """
+    from_scratch = not start.address
+    freeze_at = cfg.MODEL.BACKBONE.FREEZE_AT
     if from_scratch and freeze_at > 0 and not eval_only:
         report.errors.append(
             f"MODEL.BACKBONE.FREEZE_AT ({freeze_at}): without MODEL.WEIGHTS the frozen layers keep random values. "
             "Fix: set MODEL.BACKBONE.FREEZE_AT 0, or give MODEL.WEIGHTS."
         )
+    report.errors += unread_keys(cfg)
     try:
         model = build_checked_model(cfg, "meta")
     except ConfigError as error:
         report.errors.append(str(error))
-    report.errors += unread_keys(cfg)
-    if model is not None and not eval_only:
+        return None
+    if not eval_only:
         _check_frozen_norms(cfg, model, report, from_scratch)
         _check_batch_norms(cfg, model, report)
     return model
 
 
 def _check_frozen_norms(
-    cfg: CfgNode, model: nn.Module, report: PreflightReport, from_scratch: bool
+    cfg: CfgNode, model: nn.Module, report: CheckReport, from_scratch: bool
 ) -> None:
     frozen = [name for name, module in model.named_modules() if isinstance(module, _FROZEN)]
-    if from_scratch and frozen and cfg.MODEL.BACKBONE.FREEZE_AT == 0:  # else reported already
+    # with FREEZE_AT it is reported already
+    if from_scratch and frozen and cfg.MODEL.BACKBONE.FREEZE_AT == 0:
         report.errors.append(
             f"{_norm_keys(cfg, model, frozen)}: {len(frozen)} layers are FrozenBN or FrozenBW (first: {frozen[0]}). "
             "Without MODEL.WEIGHTS they have no statistics and normalize nothing. Fix: set it to GN or GW, or give "
             "MODEL.WEIGHTS."
         )
-    elif new := [
-        name for name in frozen if not name.startswith(("backbone.bottom_up.", "backbone.res"))
-    ]:
+        return
+    bottom_up = ("backbone.bottom_up.", "backbone.res")
+    new = [name for name in frozen if not name.startswith(bottom_up)]
+    if new:
         report.warnings.append(
             f"{_norm_keys(cfg, model, new)}: {len(new)} layers are FrozenBN or FrozenBW (first: {new[0]}). ImageNet "
             "weights have no statistics for them. Fix: set it to GN or GW, unless MODEL.WEIGHTS is a whole detector."
@@ -79,24 +87,25 @@ def _norm_keys(cfg: CfgNode, model: nn.Module, layers: Sequence[str]) -> str:
     return " and ".join(keys) or "NORM"
 
 
-def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: PreflightReport) -> None:
+def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: CheckReport) -> None:
     processes = comm.get_world_size()
     per_process = cfg.SOLVER.IMS_PER_BATCH // processes
-    images = {
-        name: per_process * (processes if is_synchronized(module) else 1)
-        for name, module in model.named_modules()
-        if not isinstance(module, _FROZEN)
-        and getattr(module, "running_mean", None)
-        is not None  # a layer that normalizes over the batch
-    }
-    if single := [name for name, count in images.items() if count == 1]:
+    images = {}  # that a layer normalizes over
+    for name, module in model.named_modules():
+        has_statistics = getattr(module, "running_mean", None) is not None
+        if has_statistics and not isinstance(module, _FROZEN):
+            images[name] = per_process * (processes if is_synchronized(module) else 1)
+
+    single = [name for name, count in images.items() if count == 1]
+    if single:
         report.errors.append(
             f"SOLVER.IMS_PER_BATCH ({cfg.SOLVER.IMS_PER_BATCH} on {processes} processes): {len(single)} layers "
             f"normalize over a batch of one image (first: {single[0]}), whose statistics are noisy. Fix: set "
             f"{_norm_keys(cfg, model, single)} to GN or GW, give two or more images per process, or pass "
             "--ignore-preflight to train with it."
         )
-    if images and (batches := cfg.SOLVER.ACCUMULATE) > 1:
+    batches = cfg.SOLVER.ACCUMULATE
+    if images and batches > 1:
         name, count = next(iter(images.items()))
         report.warnings.append(
             f"SOLVER.ACCUMULATE ({batches}): {len(images)} layers normalize each batch by itself (first: {name}, over "
@@ -109,58 +118,71 @@ def check_start_weights(
     cfg: CfgNode,
     start: StartWeights,
     model: nn.Module | None,
-    report: PreflightReport,
+    report: CheckReport,
     *,
     allow_partial: bool,
 ) -> None:
     """Check that the start weights fit the preprocessing, the config and, unless None, the model."""
     weights = start.opened
     if not start.resumed:
-        report.errors += [str(start.error)] if start.error else []
-        known = [
-            images
-            for pattern, images in _PREPROCESSING.items()
-            if re.search(pattern, start.address)
-        ]
-        if weights and weights.record.preprocessing:
-            known = [weights.record.preprocessing]
-        for images in known:
+        if start.error:
+            report.errors.append(str(start.error))
+        for images in _known_preprocessing(start):
             _check_preprocessing(cfg, images, report)
-    if weights:
-        what = f"{'--resume' if start.resumed else 'MODEL.WEIGHTS'} ('{start.address}')"
-        errors, warnings = config_problems(cfg, weights, what)
-        report.errors += errors
-        report.warnings += warnings
-    if weights and model is not None:
-        if start.resumed:
-            _check_resumed(weights, model, report)
-        else:
-            _check_norms(cfg, weights, model, report, allow_partial)
+    if weights is None:
+        return
+
+    key = "--resume" if start.resumed else "MODEL.WEIGHTS"
+    errors, warnings = config_problems(cfg, weights, f"{key} ('{start.address}')")
+    report.errors += errors
+    report.warnings += warnings
+    if model is None:
+        return
+    if start.resumed:
+        _check_resumed(weights, model, report)
+    else:
+        _check_norms(cfg, weights, model, report, allow_partial)
 
 
-def _check_resumed(checkpoint: Checkpoint, model: nn.Module, report: PreflightReport) -> None:
+def _known_preprocessing(start: StartWeights) -> list[Preprocessing]:
+    """Return the preprocessing that weights record, or that their address tells."""
+    if start.opened and start.opened.record.preprocessing:
+        return [start.opened.record.preprocessing]
+    return [
+        images
+        for pattern, images in _PREPROCESSING.items()
+        if re.search(pattern, start.address)
+    ]
+
+
+def _check_resumed(checkpoint: Checkpoint, model: nn.Module, report: CheckReport) -> None:
     """Refuse to resume the checkpoint of another detector."""
     theirs = {name: tuple(value.shape) for name, value in checkpoint.tensors.items()}
     ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    differing = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
-    found = [f"{len(differing)} tensors ({summarize_names(differing)})"] if differing else []
-    if norms := norm_differences(checkpoint, model):
-        found.append(f"{len(norms)} norms ({summarize_names(norms)})")
-    if found:
-        config = os.path.join(os.path.dirname(checkpoint.path), "config.yaml")
-        report.errors.append(
-            f"--resume ('{checkpoint.path}'): a checkpoint of another detector: {' and '.join(found)} differ. Fix: "
-            f"continue with --config-file {config}, or set all MODEL keys as in that run (the keys of norms are "
-            f"{', '.join(NORM_KEYS)}). To start another run from these weights, leave out --resume and set "
-            "MODEL.WEIGHTS and another OUTPUT_DIR."
-        )
+    tensors = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+    norms = norm_differences(checkpoint, model)
+    differences = []
+    if tensors:
+        differences.append(f"{len(tensors)} tensors ({summarize_names(tensors)})")
+    if norms:
+        differences.append(f"{len(norms)} norms ({summarize_names(norms)})")
+    if not differences:
+        return
+
+    config = os.path.join(os.path.dirname(checkpoint.path), "config.yaml")
+    report.errors.append(
+        f"--resume ('{checkpoint.path}'): a checkpoint of another detector: {' and '.join(differences)} differ. Fix: "
+        f"continue with --config-file {config}, or set all MODEL keys as in that run (the keys of norms are "
+        f"{', '.join(NORM_KEYS)}). To start another run from these weights, leave out --resume and set "
+        "MODEL.WEIGHTS and another OUTPUT_DIR."
+    )
 
 
 def _check_norms(
     cfg: CfgNode,
     weights: Checkpoint,
     model: nn.Module,
-    report: PreflightReport,
+    report: CheckReport,
     allow_partial: bool,
 ) -> None:
     """Refuse weights of other norms; with ``allow_partial``, only where they would never be trained."""
@@ -173,7 +195,9 @@ def _check_norms(
         for name, tensor in model.named_parameters()
         if not tensor.requires_grad
     }
-    if untrained := sorted(frozen & {text.partition(" ")[0] for text in differences}):
+    layers = {text.partition(" ")[0] for text in differences}
+    untrained = sorted(frozen & layers)
+    if untrained:
         report.errors.append(
             f"MODEL.BACKBONE.FREEZE_AT ({cfg.MODEL.BACKBONE.FREEZE_AT}): {len(untrained)} frozen layers were trained "
             f"with another norm ({summarize_names(untrained)}). Fix: set MODEL.BACKBONE.FREEZE_AT 0, or give weights "
@@ -181,22 +205,18 @@ def _check_norms(
         )
 
 
-def _check_preprocessing(cfg: CfgNode, images: Preprocessing, report: PreflightReport) -> None:
-    wrong = []
+def _check_preprocessing(cfg: CfgNode, images: Preprocessing, report: CheckReport) -> None:
+    changes = []
     if images.input_format != cfg.INPUT.FORMAT:
-        wrong.append(f"INPUT.FORMAT {images.input_format}")
+        changes.append(f"INPUT.FORMAT {images.input_format}")
     for key, wanted in (("PIXEL_MEAN", images.pixel_mean), ("PIXEL_STD", images.pixel_std)):
-        if any(
-            abs(given - value) >= 0.05
-            for given, value in zip(cfg.MODEL[key], wanted, strict=False)
-        ):
-            wrong.append(f'MODEL.{key} "{list(wanted)}"')
-    if (
-        cfg.MODEL.RESNETS.DEPTH >= 50
-        and images.stride_in_1x1 != cfg.MODEL.RESNETS.STRIDE_IN_1X1
-    ):
-        wrong.append(f"MODEL.RESNETS.STRIDE_IN_1X1 {images.stride_in_1x1}")
-    if wrong:
+        pairs = zip(cfg.MODEL[key], wanted, strict=False)
+        if any(abs(given - value) >= 0.05 for given, value in pairs):
+            changes.append(f'MODEL.{key} "{list(wanted)}"')
+    is_bottleneck = cfg.MODEL.RESNETS.DEPTH >= 50
+    if is_bottleneck and images.stride_in_1x1 != cfg.MODEL.RESNETS.STRIDE_IN_1X1:
+        changes.append(f"MODEL.RESNETS.STRIDE_IN_1X1 {images.stride_in_1x1}")
+    if changes:
         report.errors.append(
-            f"MODEL.WEIGHTS ('{cfg.MODEL.WEIGHTS}'): {PREPROCESSING_DIFFERS}. Fix: set {', '.join(wrong)}."
+            f"MODEL.WEIGHTS ('{cfg.MODEL.WEIGHTS}'): {PREPROCESSING_DIFFERS}. Fix: set {', '.join(changes)}."
         )

@@ -6,6 +6,7 @@ import logging
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,17 +17,35 @@ from detectron2.utils.env import seed_all_rng
 
 from ...atomic import atomic_write
 from ...config import changed_config
-from ...errors import ConfigError, PreflightReport
+from ...errors import ConfigError
 from ...weights import StartWeights, open_start_weights
 from ...weights.opening import local_file
+from ..dataset.dataset_checks import CheckReport
 from ..dataset.datasets_yaml import record_datasets
 from ..dataset.source import registered_datasets
-from .config_checks import preflight
-from .folder import check_output, clear_output, lock_output
+from .checks import check_run
+from .folder import check_output, lock_output, remove_files, stale_output
 from .logs import log_to
 from .processes import in_all_processes
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunStart:
+    """A checked run, before it writes more than its log."""
+
+    cfg: CfgNode
+    weights: StartWeights
+    lock: contextlib.ExitStack  # of the folder; closing it lets another training start there
+    stale: list[Path]  # files of an earlier run or evaluation
+
+    def begin(self) -> None:
+        """Remove stale files, then write ``config.yaml`` and ``datasets.yaml``."""
+        with in_all_processes():
+            if comm.is_main_process():
+                remove_files(self.stale)
+                _write_record(self.cfg, self.cfg.OUTPUT_DIR)
 
 
 def start_run(
@@ -38,81 +57,96 @@ def start_run(
     allow_partial: bool = False,
     ignore_preflight: bool = False,
     own_evaluator: bool = False,
-) -> tuple[StartWeights, contextlib.ExitStack, list[Path]]:
-    """Check a run, and write its log, ``config.yaml`` and ``datasets.yaml``.
+) -> RunStart:
+    """Check a run and open its log. A training writes the rest when it begins.
 
-    If it refuses the run, the folder of an earlier run is unchanged. An evaluation writes to its folder ``inference``,
-    without a lock. Arguments and errors as for :class:`.trainer.Trainer`. Returns the weights, the lock and, with
-    ``overwrite``, what is to be removed when the training starts.
+    Until :meth:`RunStart.begin` the folder of an earlier run is unchanged, but for its log. An evaluation begins at
+    once and writes to the folder ``inference``, without a lock. Arguments and errors as for :class:`.trainer.Trainer`.
     """
-    is_main, folder, earlier = comm.is_main_process(), cfg.OUTPUT_DIR, list[Path]()
+    folder = cfg.OUTPUT_DIR
+    is_main = comm.is_main_process()
+    locks = is_main and not eval_only
+    may_resume = resume or (resume is None and not overwrite)
     with contextlib.ExitStack() as lock:
         with in_all_processes():
-            may_resume = resume is None and not overwrite
-            locks, exists = is_main and not eval_only, os.path.isdir(folder)
-            if (
-                locks and exists
-            ):  # now: another training could write a newer checkpoint than is opened
+            if locks and os.path.isdir(folder):
+                # now: another training could write a newer checkpoint than is opened
                 lock.enter_context(lock_output(folder))
-            weights = open_start_weights(
-                cfg.MODEL.WEIGHTS, folder if resume or may_resume else ""
-            )
-            report = PreflightReport()
+            weights = open_start_weights(cfg.MODEL.WEIGHTS, folder if may_resume else "")
+            report = CheckReport()
             if is_main:
-                keeps = not (eval_only or overwrite)
                 check_output(
-                    folder, weights, report, resume=resume, keeps=keeps, best=cfg.TEST.BEST
+                    folder,
+                    weights,
+                    report,
+                    resume=resume,
+                    keeps=not (eval_only or overwrite),
+                    best=cfg.TEST.BEST,
                 )
-                options = {"allow_partial": allow_partial, "own_evaluator": own_evaluator}
-                preflight(cfg, weights, report, eval_only=eval_only, **options)
+                check_run(
+                    cfg,
+                    weights,
+                    report,
+                    eval_only=eval_only,
+                    allow_partial=allow_partial,
+                    own_evaluator=own_evaluator,
+                )
             if not ignore_preflight:
                 report.raise_errors()
             weights.checkpoint()  # fetches remote weights, raises the error of opening it
-            if locks and not exists:
+
+            if locks and not os.path.isdir(folder):
                 lock.enter_context(lock_output(folder))
+            stale: list[Path] = []
             if is_main:
-                new = not (eval_only or weights.resumed)
-                earlier = clear_output(
+                stale = stale_output(
                     folder,
-                    metrics=new,
+                    metrics=not (eval_only or weights.resumed),
                     everything=overwrite,
                     needed=local_file(weights.address),
                 )
         with in_all_processes():
-            _write_record(cfg, weights, eval_only=eval_only)
+            _log_to_folder(cfg, eval_only=eval_only)
+            if eval_only:
+                _begin_evaluation(cfg, weights, stale)
         for warning in report.errors + report.warnings:
             log.warning(warning)
-        return weights, lock.pop_all(), earlier
+        return RunStart(cfg, weights, lock.pop_all(), stale)
 
 
-def _write_record(cfg: CfgNode, weights: StartWeights, *, eval_only: bool) -> None:
-    """Set up logging, as Detectron2's ``default_setup``; write ``config.yaml`` and ``datasets.yaml``."""
-    rank, folder = (
-        comm.get_rank(),
-        os.path.join(cfg.OUTPUT_DIR, "inference") if eval_only else cfg.OUTPUT_DIR,
-    )
+def _log_to_folder(cfg: CfgNode, *, eval_only: bool) -> None:
+    """Set up logging, as Detectron2's ``default_setup``."""
+    folder = os.path.join(cfg.OUTPUT_DIR, "inference") if eval_only else cfg.OUTPUT_DIR
     os.makedirs(folder, exist_ok=True)
     log_to(folder)
+    rank, processes = comm.get_rank(), comm.get_world_size()
     log.info("run folder: '%s'; log.txt in it has more than the screen", folder)
-    log.debug(
-        "Process %d of %d. Environment:\n%s", rank, comm.get_world_size(), collect_env_info()
-    )
+    log.debug("Process %d of %d. Environment:\n%s", rank, processes, collect_env_info())
     log.debug("Command: %s", shlex.join(sys.argv))
-    if eval_only and weights.resumed:  # for the record beside the results
+
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    may_tune = cfg.CUDNN_BENCHMARK and not eval_only and not is_deterministic
+    torch.backends.cudnn.benchmark = may_tune
+
+
+def _begin_evaluation(cfg: CfgNode, weights: StartWeights, stale: list[Path]) -> None:
+    seed_all_rng(
+        None if cfg.SEED < 0 else cfg.SEED + comm.get_rank()
+    )  # a training has its own seeds
+    if not comm.is_main_process():
+        return
+    remove_files(stale)
+    if weights.resumed:  # for the record beside the results
         cfg = changed_config(cfg, {"MODEL.WEIGHTS": weights.address})
-    if comm.is_main_process():
-        with atomic_write(Path(folder, "config.yaml")) as temporary:
-            temporary.write_text(cfg.dump())
-        record_datasets(
-            registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST), folder, cfg.OUTPUT_DIR
-        )
-    if eval_only:  # a training has its own seeds
-        seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + rank)
-    torch.backends.cudnn.benchmark = (
-        cfg.CUDNN_BENCHMARK
-        and not eval_only
-        and not torch.are_deterministic_algorithms_enabled()
-    )
+    _write_record(cfg, os.path.join(cfg.OUTPUT_DIR, "inference"))
+
+
+def _write_record(cfg: CfgNode, folder: str) -> None:
+    """Write ``config.yaml`` and ``datasets.yaml`` into a run folder or its folder ``inference``."""
+    datasets = registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
+    record_datasets(datasets, folder, cfg.OUTPUT_DIR)
+    with atomic_write(Path(folder, "config.yaml")) as temporary:
+        temporary.write_text(cfg.dump())
 
 
 def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int = 0) -> None:

@@ -1,17 +1,18 @@
-"""A run from flags to results.
+"""A run from its request to results.
 
-:func:`main` reads the config, :class:`Trainer` checks the run (:mod:`.start`) and builds it, and its hooks train and
-evaluate. A script that uses :class:`Trainer` does the same without flags.
+:func:`prepare` reads the config and opens the datasets, :class:`Trainer` checks the run (:mod:`.start`) and builds it,
+and its hooks train and evaluate. A script that uses :class:`Trainer` does the same without flags.
 """
 
-import argparse
 import logging
 import os
 import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
+from detectron2.data import DatasetCatalog
 from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 
@@ -20,7 +21,9 @@ from ...errors import ConfigError
 from ...norms.listing import norm_summary
 from ...weights import detector_file, load_model
 from ..dataset.recipe import apply_recipe
+from ..dataset.source import open_registered
 from .processes import in_all_processes
+from .request import RunRequest
 from .run_datasets import use_datasets
 from .start import check_same_start, start_run
 from .trainer import Trainer
@@ -28,127 +31,103 @@ from .trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-def main(args: argparse.Namespace) -> dict | None:
-    """Train, or evaluate with ``--eval-only``, in this process; return the last results on the main process."""
+def main(request: RunRequest) -> dict | None:
+    """Train, or evaluate, in this process; return the last results on the main process."""
     with in_all_processes():
-        cfg = run_config(args)
-        reasons = use_recipe(cfg, args)
-    if args.deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS reads it at its first use
+        prepared = prepare(request)
+    if request.deterministic:
+        # cuBLAS reads it at its first use
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    options = {
-        name: getattr(args, name) for name in ("resume", "allow_partial", "ignore_preflight")
-    }
-    if args.eval_only:
-        results: dict | None = evaluate(cfg, **options)
-    else:
-        trainer = Trainer(cfg, overwrite=args.overwrite, **options)
-        for line in reasons.values():
-            log.info(line)
-        trainer.resume_or_load(args.resume)
-        results = trainer.train()
+
+    results = evaluate(prepared) if request.eval_only else _train(prepared)
     if results:
-        names = ", ".join(cfg.DATASETS.TEST)
-        log.info(
-            "Evaluated on %s. Next: gw-detectron report %s", names, shlex.quote(cfg.OUTPUT_DIR)
-        )
+        names = ", ".join(prepared.cfg.DATASETS.TEST)
+        folder = shlex.quote(prepared.cfg.OUTPUT_DIR)
+        log.info("Evaluated on %s. Next: gw-detectron report %s", names, folder)
     return results
 
 
-def run_config(args: argparse.Namespace) -> CfgNode:
-    """Read the config of a run without writing anything.
+def _train(prepared: "PreparedRun") -> dict | None:
+    request = prepared.request
+    trainer = Trainer(
+        prepared.cfg,
+        resume=request.resume,
+        overwrite=request.overwrite,
+        allow_partial=request.allow_partial,
+        ignore_preflight=request.ignore_preflight,
+    )
+    for line in prepared.reasons.values():
+        log.info(line)
+    trainer.resume_or_load()
+    return trainer.train()
 
-    ``--num-gpus 0`` sets ``MODEL.DEVICE cpu``. Datasets of the user are registered, see :func:`use_datasets`. The
-    name of a config becomes the path of its file in ``args``. The config is frozen.
-    """
-    if args.overwrite and (args.resume or args.eval_only):
-        other = "--resume, which continues" if args.resume else "--eval-only, which keeps"
-        raise ConfigError(
-            f"--overwrite: given together with {other} the earlier run. Fix: give one of the two."
-        )
-    if run := getattr(args, "run", None):
-        weights = detector_file(run)
-        folder = os.path.dirname(weights) or "."
-        args.config_file = args.config_file or os.path.join(folder, "config.yaml")
-        args.opts = [
-            "OUTPUT_DIR",
-            folder,
-            *(["MODEL.WEIGHTS", weights] if args.eval_only else []),
-            *(args.opts or []),
-        ]
-    if args.auto and not args.config_file:
-        args.config_file = f"Own-Data/own_mask_rcnn_R_{50 if args.num_gpus else 18}_FPN_GW.yaml"
-    args.config_file = find_config_file(args.config_file)
-    cfg = read_config(args.config_file, args.opts or [])
-    record = os.path.join(cfg.OUTPUT_DIR, "config.yaml")
-    if args.auto and (args.resume or args.eval_only) and os.path.isfile(record):
-        args.config_file, args.auto = (
-            record,
-            False,
-        )  # with the recipe of the run, also if its data have grown
-        cfg = read_config(record, args.opts or [])
-    elif args.auto and args.eval_only:
-        raise ConfigError(
-            f"--auto: no run in OUTPUT_DIR ('{cfg.OUTPUT_DIR}') to evaluate. Fix: give the run's folder."
-        )
-    if "SOLVER.MAX_ITER" in (args.opts or []) and "SOLVER.STEPS" not in args.opts:
-        _scale_steps(cfg, read_config(args.config_file).SOLVER.MAX_ITER)
-    if args.track:
-        cfg.TRACKER = args.track
-    if args.num_gpus == 0 and "MODEL.DEVICE" not in (args.opts or []):
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A request and what follows from it; nothing has been written."""
+
+    request: RunRequest
+    cfg: CfgNode  # frozen
+    reasons: Mapping[str, str]  # a line for each key that the data has set
+
+
+def prepare(request: RunRequest) -> PreparedRun:
+    """Read the config of a run, register the user's datasets, and apply the recipe."""
+    request = _resolved(request)
+    cfg = read_config(request.config_file, request.opts)
+    if request.changes("SOLVER.MAX_ITER") and not request.changes("SOLVER.STEPS"):
+        _scale_steps(cfg, read_config(request.config_file).SOLVER.MAX_ITER)
+    if request.track:
+        cfg.TRACKER = request.track
+    if request.num_gpus == 0 and not request.changes("MODEL.DEVICE"):
         cfg.MODEL.DEVICE = "cpu"
-    elif args.num_gpus and cfg.MODEL.DEVICE == "cpu" and torch.cuda.is_available():
+    elif request.num_gpus and cfg.MODEL.DEVICE == "cpu" and torch.cuda.is_available():
         log.warning(
             "MODEL.DEVICE ('cpu'): the GPU of --num-gpus is not used. Fix: add MODEL.DEVICE cuda."
         )
-    use_datasets(
-        cfg,
-        args,
-        os.path.join(cfg.OUTPUT_DIR, "inference") if args.eval_only else cfg.OUTPUT_DIR,
-    )
+
+    use_datasets(cfg, request)
+    reasons = _use_recipe(cfg, request)
     cfg.freeze()
-    return cfg
+    return PreparedRun(request, cfg, reasons)
 
 
-def use_recipe(cfg: CfgNode, args: argparse.Namespace) -> dict[str, str]:
-    """Set keys by the training data (``--auto``), or only the schedule (``--epochs``); return the reasons.
-
-    Keys of the command line and of the user's own yaml keep their values, but ``--epochs`` wins over a yaml.
-    """
-    if args.eval_only or not (args.auto or args.epochs is not None):
-        return {}
-    files = {
-        name: MetadataCatalog.get(name) for name in cfg.DATASETS.TRAIN if name in DatasetCatalog
-    }
-    unknown = [
-        name for name in cfg.DATASETS.TRAIN if not files.get(name, Metadata()).get("json_file")
-    ]
-    if unknown or not files:
+def _resolved(request: RunRequest) -> RunRequest:
+    """Return a request with the path of its config, and with the keys that follow from its RUN."""
+    if request.overwrite and (request.resume or request.eval_only):
+        other = "--resume, which continues" if request.resume else "--eval-only, which keeps"
         raise ConfigError(
-            f"--auto: no COCO file to train on ({', '.join(unknown) or 'no dataset'}). Fix: give --train-json."
+            f"--overwrite: given together with {other} the earlier run. Fix: give one of the two."
         )
-    given = given_keys(args.config_file, args.opts or [])
-    if args.epochs is not None:
-        given -= {
-            "SOLVER.MAX_ITER",
-            *(["SOLVER.STEPS"] if cfg.SOLVER.STEPS else []),
-        }.difference(args.opts or [])
-    cfg.defrost()
-    reasons = apply_recipe(
-        cfg,
-        {each.json_file: each.image_root for each in files.values()},
-        epochs=args.epochs,
-        given=given,
-        schedule_only=not args.auto,
-    )
-    cfg.freeze()
-    return reasons
+    config_file, opts = request.config_file, request.opts
+    if request.run:
+        weights = detector_file(request.run)
+        folder = os.path.dirname(weights) or "."
+        config_file = config_file or os.path.join(folder, "config.yaml")
+        if request.eval_only:
+            opts = ("MODEL.WEIGHTS", weights, *opts)
+        opts = ("OUTPUT_DIR", folder, *opts)
+    if request.auto and not config_file:
+        depth = 50 if request.num_gpus else 18
+        config_file = f"Own-Data/own_mask_rcnn_R_{depth}_FPN_GW.yaml"
+    request = replace(request, config_file=find_config_file(config_file), opts=opts)
+
+    if request.auto and (request.resume or request.eval_only):
+        # with the recipe of the run, also if its data have grown
+        folder = read_config(request.config_file, opts).OUTPUT_DIR
+        record = os.path.join(folder, "config.yaml")
+        if os.path.isfile(record):
+            return replace(request, config_file=record, auto=False)
+        if request.eval_only:
+            raise ConfigError(
+                f"--auto: no run in OUTPUT_DIR ('{folder}') to evaluate. Fix: give the run's folder."
+            )
+    return request
 
 
 def _scale_steps(cfg: CfgNode, max_iter: int) -> None:
-    """Move the drops of the learning rate with a shortened schedule, which was ``max_iter`` long, if one is lost."""
+    """Move the drops of the learning rate with a shortened schedule of ``max_iter``, if one is lost."""
     steps = cfg.SOLVER.STEPS
     if cfg.SOLVER.MAX_ITER <= max(steps, default=0) < max_iter:
         scaled = {step * cfg.SOLVER.MAX_ITER // max_iter for step in steps}
@@ -158,29 +137,55 @@ def _scale_steps(cfg: CfgNode, max_iter: int) -> None:
         )
 
 
-def evaluate(
-    cfg: CfgNode,
-    *,
-    resume: bool = False,
-    allow_partial: bool = False,
-    ignore_preflight: bool = False,
-) -> dict:
-    """Build the model, load its weights and evaluate it on ``DATASETS.TEST``; arguments as of :class:`Trainer`."""
-    start, *_ = start_run(
+def _use_recipe(cfg: CfgNode, request: RunRequest) -> dict[str, str]:
+    """Set keys by the training data (``--auto``), or only the schedule (``--epochs``).
+
+    Keys of the command line and of the user's own yaml keep their values, but ``--epochs`` wins over a yaml.
+    """
+    if request.eval_only or not (request.auto or request.epochs is not None):
+        return {}
+    names = [name for name in cfg.DATASETS.TRAIN if name in DatasetCatalog]
+    sources = [source for name in names if (source := open_registered(name)) is not None]
+    if not sources or len(sources) < len(cfg.DATASETS.TRAIN):
+        listed = ", ".join(cfg.DATASETS.TRAIN) or "no dataset"
+        raise ConfigError(
+            f"--auto: no COCO file to train on ({listed}). Fix: give --train-json."
+        )
+
+    given = given_keys(request.config_file, request.opts)
+    if request.epochs is not None:
+        schedule = {"SOLVER.MAX_ITER"}
+        if cfg.SOLVER.STEPS:
+            schedule.add("SOLVER.STEPS")
+        given -= schedule.difference(request.opts)
+    return apply_recipe(
+        cfg, sources, epochs=request.epochs, given=given, schedule_only=not request.auto
+    )
+
+
+def evaluate(prepared: PreparedRun) -> dict:
+    """Build the model, load its weights and evaluate it on ``DATASETS.TEST``."""
+    request = prepared.request
+    cfg = prepared.cfg
+    weights = start_run(
         cfg,
         eval_only=True,
-        resume=resume,
-        allow_partial=allow_partial,
-        ignore_preflight=ignore_preflight,
-    )
+        resume=request.resume,
+        allow_partial=request.allow_partial,
+        ignore_preflight=request.ignore_preflight,
+    ).weights
     model = load_model(
-        cfg, checkpoint=start.checkpoint(), device=cfg.MODEL.DEVICE, allow_partial=allow_partial
+        cfg,
+        checkpoint=weights.checkpoint(),
+        device=cfg.MODEL.DEVICE,
+        allow_partial=request.allow_partial,
     )
     log.info("norms: %s", norm_summary(model))
-    if not allow_partial:
-        check_same_start(model, start)
+    if not request.allow_partial:
+        check_same_start(model, weights)
     if cfg.MODEL.COMPILE:
         model.get_submodule("backbone").compile()
+
     results = Trainer.test(cfg, model)
     if cfg.TEST.AUG.ENABLED:
         results.update(Trainer.test_with_TTA(cfg, model))

@@ -44,11 +44,11 @@ from ...weights import (
     open_start_weights,
 )
 from ..dataset.dataset_checks import wrong_evaluator
-from ..dataset.datasets_yaml import classes_of
+from ..dataset.source import classes_of
 from ..images.augmentations import training_mapper
 from ..images.reading import ImageNamingMapper
 from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
-from .folder import clear_output, earlier_run, remove_files, restored_at_error
+from .folder import earlier_run, remove_files, stale_output
 from .hooks import BestWeights, LossGuard, SignalHook, TrainingEnded, WeightAverage
 from .logs import TrackerWriter
 from .optimizer import accumulated_step, set_norm_decay
@@ -117,8 +117,7 @@ class Trainer(DefaultTrainer):
             loss_left_out := "build_test_loader" in own and cfg.TEST.LOSS
         ):  # computed with the default mapper
             cfg = changed_config(cfg, {"TEST.LOSS": False})
-        self.start: StartWeights | None
-        self.start, lock, self._earlier = start_run(
+        self._start = start_run(
             cfg,
             resume=resume,
             overwrite=overwrite,
@@ -126,15 +125,17 @@ class Trainer(DefaultTrainer):
             ignore_preflight=ignore_preflight,
             own_evaluator="build_evaluator" in own,
         )
+        self.start: StartWeights | None = self._start.weights
+        self._resume = resume
         if loss_left_out:
             log.info(
                 "TEST.LOSS: left out, because %s overrides build_test_loader",
                 type(self).__name__,
             )
         self.allow_partial = allow_partial
-        with lock, restored_at_error(self._earlier):
+        with self._start.lock:
             self._build(cfg)
-            self._lock = lock.pop_all()
+            self._lock = self._start.lock.pop_all()
 
     def _build(self, cfg: CfgNode) -> None:
         given = cfg.dump()
@@ -327,12 +328,15 @@ class Trainer(DefaultTrainer):
         self.data_loader.seed = self.record.seed
         self.data_loader.load_state_dict(state.get("data", {"batches": state["iteration"] + 1}))
 
-    def resume_or_load(self, resume: bool = True) -> LoadReport:
+    def resume_or_load(self, resume: bool | None = None) -> LoadReport:
         """Load the last checkpoint of ``OUTPUT_DIR`` with its training state, or ``MODEL.WEIGHTS``.
 
-        Without ``resume``, a checkpoint in ``OUTPUT_DIR`` is a ConfigError.
+        ``resume`` is said here or when the trainer is built; None and None is True, as in Detectron2. Without it, a
+        checkpoint in ``OUTPUT_DIR`` is a ConfigError.
         """
         folder = self.cfg.OUTPUT_DIR
+        if resume is None:
+            resume = self._resume is not False
         start = self.start or open_start_weights(
             self.cfg.MODEL.WEIGHTS, folder if resume else ""
         )
@@ -349,10 +353,9 @@ class Trainer(DefaultTrainer):
                 ) from None
         elif checkpoint and comm.is_main_process():
             self.record.set_start_weights(checkpoint)
-        with restored_at_error(self._earlier):
-            report = load_checkpoint(
-                self.checkpointer, checkpoint, allow_partial=self.allow_partial
-            )
+        report = load_checkpoint(
+            self.checkpointer, checkpoint, allow_partial=self.allow_partial
+        )
         if self._average:
             self._average.start()
         if start.resumed and checkpoint:
@@ -399,7 +402,7 @@ class Trainer(DefaultTrainer):
             )
         if comm.is_main_process():
             remove_unfinished(self.cfg.OUTPUT_DIR)
-            remove_files(self._earlier)
+        self._start.begin()
         try:
             with self._lock:
                 super().train()
@@ -431,8 +434,8 @@ class Trainer(DefaultTrainer):
         if self._signals.received:
             return None  # Detectron2 would evaluate after the last step, also when the run was stopped there
         if comm.is_main_process():
-            clear_output(
-                self.cfg.OUTPUT_DIR
+            remove_files(
+                stale_output(self.cfg.OUTPUT_DIR)
             )  # an evaluation of another checkpoint may have come between
         self._last_eval_results = self.test(self.cfg, self.checkpointer.model)
         return self._last_eval_results

@@ -7,9 +7,9 @@ from detectron2.data import DatasetCatalog
 from detectron2.data.datasets import register_coco_instances
 from PIL import Image
 
-from gw_detectron.errors import PreflightReport
 from gw_detectron.weights import open_start_weights
-from gw_detectron.workbench.run.config_checks import preflight
+from gw_detectron.workbench.dataset import CheckReport
+from gw_detectron.workbench.run.checks import check_run
 from gw_detectron.workbench.run.folder import check_output
 
 from .sound_run import coco_content, config
@@ -64,17 +64,17 @@ def check(tmp_path, coco):
 
     def run(
         eval_only: bool = False, resume: bool = False, overwrite: bool = False, **changes
-    ) -> PreflightReport:
+    ) -> CheckReport:
         if "tiny_coco" not in DatasetCatalog:
             coco()
         cfg = config(tmp_path, **changes)
         start, report = (
             open_start_weights(cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR if resume else ""),
-            PreflightReport(),
+            CheckReport(),
         )
         check_output(
             cfg.OUTPUT_DIR, start, report, resume=resume, keeps=not (eval_only or overwrite)
         )
-        return preflight(cfg, start, report, eval_only=eval_only)
+        return check_run(cfg, start, report, eval_only=eval_only)
 
     return run

@@ -5,7 +5,7 @@ from pathlib import Path
 from detectron2.config import CfgNode, get_cfg
 
 from gw_detectron import add_gw_config
-from gw_detectron.errors import PreflightReport
+from gw_detectron.workbench.dataset import CheckReport
 
 from ...tiny_run import CONFIG, OPTS
 
@@ -52,6 +52,6 @@ def config(folder: Path, **changes: object) -> CfgNode:
     return cfg
 
 
-def one(found: PreflightReport) -> str:
+def one(found: CheckReport) -> str:
     assert len(found.errors) == 1, found.errors
     return found.errors[0]

@@ -1,14 +1,13 @@
 """Annotations that are right in form and lose AP in silence: refused, or counted in a warning."""
 
 import copy
-import json
 
 import numpy as np
 import pycocotools.mask as mask_util
 import pytest
 
 from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
-from gw_detectron.workbench.dataset.coco_files import complete_coco
+from gw_detectron.workbench.dataset.coco_content import complete_coco
 from gw_detectron.workbench.dataset.geometry import mask_boxes
 
 TRAIN, TEST = DatasetNeeds(training=True, masks=True), DatasetNeeds(training=False, masks=True)
@@ -148,7 +147,7 @@ def test_what_tools_and_people_write_passes(change):
     masks = bool(content["annotations"][0]["segmentation"])
     for needs in (TRAIN, TEST):
         assert check_coco(content, needs._replace(masks=masks, keypoints=2)) == ([], [])
-    assert complete_coco(content) is content
+    assert complete_coco(content)[0] is content
 
 
 @pytest.mark.parametrize(
@@ -211,12 +210,12 @@ def test_areas_that_the_geometry_refutes(area, masks):
     errors, _ = check_coco(content, TEST._replace(masks=masks))
     assert any("area" in error for error in errors)
     assert check_coco(content, TRAIN._replace(masks=masks))[0] == []
-    completed = complete_coco(content)
+    completed, notes = complete_coco(content)
     assert content == before
     assert [each["area"] for each in completed["annotations"]] == [
         each["area"] for each in objects()["annotations"]
     ]
-    assert f"{COUNT // 2} of {COUNT}" in completed["gw_detectron_completed"][0]
+    assert f"{COUNT // 2} of {COUNT}" in notes[0]
     assert check_coco(completed, TEST._replace(masks=masks)) == ([], [])
 
 
@@ -234,7 +233,7 @@ def test_keypoints_are_counted(changes):
     needs = TEST._replace(keypoints=2)
     if changes.get("keypoints", True) is not None:
         assert check_coco(content, needs)[0]
-    completed = complete_coco(content)
+    completed = complete_coco(content)[0]
     assert check_coco(completed, needs) == ([], [])
     assert completed["annotations"][-1]["num_keypoints"] == (0 if "keypoints" in changes else 1)
 
@@ -255,14 +254,8 @@ def test_another_number_of_keypoints_and_keypoints_outside_of_their_box():
         assert not check_coco(crowd, needs._replace(keypoints=2))[0]
 
 
-def test_the_copy_of_a_run_says_what_was_replaced(check, coco, content):
-    completed = complete_coco(
-        {**content, "annotations": [each | {"area": 0} for each in content["annotations"]]}
-    )
-    coco(json.dumps(completed))
-    found = check()
-    assert (
-        not found.errors
-        and len(found.warnings) == 2
-        and "2 of 2 annotations have a wrong area" in found.warnings[0]
-    )
+def test_a_completion_says_what_it_replaced(content):
+    wrong = [annotation | {"area": 0} for annotation in content["annotations"]]
+    notes = complete_coco({**content, "annotations": wrong})[1]
+    assert len(notes) == 1
+    assert "2 of 2 annotations have a wrong area" in notes[0]

@@ -20,9 +20,8 @@ def cells(per_image, size, image=(1000, 800)):
         for number in range(len(per_image))
     ]
     categories = [{"id": 1, "name": "cell"}]
-    return read_fingerprint(
-        [{"images": images, "annotations": annotations, "categories": categories}]
-    )
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    return read_fingerprint(content)
 
 
 def warnings(trained, tested, eval_only=False, anchors=(32, 64, 128, 256, 512), **changes):

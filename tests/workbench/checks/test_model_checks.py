@@ -4,13 +4,14 @@ import pytest
 import torch
 from detectron2.utils import comm
 
-from gw_detectron.errors import PreflightError, PreflightReport
+from gw_detectron.errors import PreflightError
 from gw_detectron.modeling.build import unread_keys
 from gw_detectron.weights import StartWeights
-from gw_detectron.workbench.run.config_checks import preflight
-from gw_detectron.workbench.run.train import run_config
+from gw_detectron.workbench.dataset import CheckReport
+from gw_detectron.workbench.run.checks import check_run
 
 from ...architectures import small_arguments
+from ...tiny_run import config_of
 from .sound_run import config, one
 
 C4, PANOPTIC = (
@@ -22,15 +23,15 @@ KEYPOINTS = "COCO-Keypoints/keypoint_rcnn_R_50_FPN_1x_GW"
 
 
 def run_of(name, folder, **changes):
-    return run_config(small_arguments(name, "GW", folder, **changes))
+    return config_of(small_arguments(name, "GW", folder, **changes))
 
 
 def errors(cfg):
-    return preflight(cfg, StartWeights()).errors
+    return check_run(cfg, StartWeights()).errors
 
 
 def test_all_errors_are_raised_together(check):
-    assert check() == PreflightReport()
+    assert check() == CheckReport()
     with pytest.raises(PreflightError, match="(?s)FREEZE_AT.*NUM_CLASSES") as raised:
         check(MODEL__BACKBONE__FREEZE_AT=2, MODEL__ROI_HEADS__NUM_CLASSES=7).raise_errors()
     assert len(raised.value.problems) == 2
@@ -86,10 +87,10 @@ def test_norms_without_a_batch_and_frozen_layers_with_weights_have_no_such_fault
     weights = {"MODEL__WEIGHTS": str(tmp_path / "w.pth")}
     torch.save({"model": {}}, tmp_path / "w.pth")
     assert not check(SOLVER__IMS_PER_BATCH=1, MODEL__RESNETS__NORM="GW").errors
-    assert check(SOLVER__ACCUMULATE=8, MODEL__RESNETS__NORM="GW") == PreflightReport()
+    assert check(SOLVER__ACCUMULATE=8, MODEL__RESNETS__NORM="GW") == CheckReport()
     assert not check(SOLVER__IMS_PER_BATCH=1, eval_only=True, **weights).errors
     weights |= {"MODEL__RESNETS__NORM": "FrozenBN", "MODEL__BACKBONE__FREEZE_AT": 2}
-    assert check(**weights) == PreflightReport()
+    assert check(**weights) == CheckReport()
     found = check(MODEL__FPN__NORM="FrozenBN", **weights)
     assert not found.errors and "backbone.fpn_" in found.warnings[0]
 
@@ -201,7 +202,7 @@ def test_test_time_augmentation_that_detectron2_does_not_have(tmp_path, small_da
 @pytest.mark.parametrize("key", ["SOLVER.CHECKPOINT_PERIOD", "SOLVER.ACCUMULATE"])
 def test_a_period_of_0_is_an_error_before_the_run(tmp_path, coco, key):
     coco()
-    (error,) = preflight(config(tmp_path, **{key.replace(".", "__"): 0}), StartWeights()).errors
+    (error,) = check_run(config(tmp_path, **{key.replace(".", "__"): 0}), StartWeights()).errors
     assert error.startswith(f"{key} (0): not 1 or more")
 
 
@@ -220,9 +221,9 @@ def test_a_period_of_0_is_an_error_before_the_run(tmp_path, coco, key):
 def test_the_advice_is_followed_and_the_run_starts(tmp_path, coco, mistake, advised):
     coco()
     mistake = {"SOLVER__WARMUP_ITERS": 0, **mistake}
-    (error,) = preflight(config(tmp_path, **mistake), StartWeights()).errors
+    (error,) = check_run(config(tmp_path, **mistake), StartWeights()).errors
     fix = error.partition(" Fix: ")[2]
     assert all(
         key.replace("__", ".") in error and str(value) in fix for key, value in advised.items()
     ), error
-    assert preflight(config(tmp_path, **{**mistake, **advised}), StartWeights()).errors == []
+    assert check_run(config(tmp_path, **{**mistake, **advised}), StartWeights()).errors == []

@@ -11,9 +11,10 @@ from detectron2 import model_zoo
 from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.errors import PreflightError, PreflightReport
+from gw_detectron.errors import PreflightError
 from gw_detectron.weights import open_start_weights
-from gw_detectron.workbench.run.config_checks import preflight
+from gw_detectron.workbench.dataset import CheckReport
+from gw_detectron.workbench.run.checks import check_run
 from gw_detectron.workbench.run.model_checks import _PREPROCESSING
 
 from .sound_run import config, one
@@ -36,7 +37,7 @@ def check_weights(tmp_path, coco):
     def run(tensors: dict[str, torch.Tensor], allow_partial: bool = False, **changes: object):
         torch.save({"model": tensors, "matching_heuristics": True}, tmp_path / "w.pth")
         cfg = config(tmp_path, MODEL__WEIGHTS=str(tmp_path / "w.pth"), **changes)
-        return preflight(
+        return check_run(
             cfg, open_start_weights(cfg.MODEL.WEIGHTS), allow_partial=allow_partial
         )
 
@@ -85,7 +86,7 @@ def test_weights_that_are_missing(check, tmp_path):
         assert f"MODEL.WEIGHTS: file not found: '{weights}'" in one(
             check(MODEL__WEIGHTS=weights)
         )
-    assert "--eval-only" in one(check(eval_only=True))
+    assert "no weights to evaluate" in one(check(eval_only=True))
     assert str(tmp_path / "output") in one(check(eval_only=True, resume=True))
 
 
@@ -186,7 +187,7 @@ class TestOwnCheckpoint:
             (path.parent / "last_checkpoint").write_text(path.name if resume else "")
             cfg = config(tmp_path, MODEL__WEIGHTS=str(path), **changes)
             start = open_start_weights(cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR if resume else "")
-            return preflight(cfg, start, eval_only=True)
+            return check_run(cfg, start, eval_only=True)
 
         return run
 
@@ -253,7 +254,7 @@ class TestResume:
 
     def test_a_whole_checkpoint_counts_as_weights(self, check, tmp_path):
         self.detector(tmp_path, MODEL__BACKBONE__FREEZE_AT=2)
-        assert check(resume=True, MODEL__BACKBONE__FREEZE_AT=2) == PreflightReport()
+        assert check(resume=True, MODEL__BACKBONE__FREEZE_AT=2) == CheckReport()
         assert "--resume" in one(check()) and "--overwrite" in one(check())
         assert not check(overwrite=True).errors
 
@@ -285,5 +286,5 @@ def test_weights_are_fetched_once_and_after_the_other_checks(check, tmp_path, se
     cfg = config(tmp_path, MODEL__WEIGHTS=address)
     start = open_start_weights(cfg.MODEL.WEIGHTS)
     assert start.opened is None and not fetched
-    assert not preflight(cfg, start).errors
+    assert not check_run(cfg, start).errors
     assert start.checkpoint().tensors == {} and fetched == [address]

@@ -12,7 +12,8 @@ from gw_detectron.errors import UserError
 from gw_detectron.model_zoo import get_config_file, list_configs
 from gw_detectron.workbench import commands
 from gw_detectron.workbench.commands import COMMANDS
-from gw_detectron.workbench.run.train import run_config
+
+from ...tiny_run import config_of
 
 CONFIG = "COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml"
 DEMO = "quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml"
@@ -212,7 +213,7 @@ def test_a_run_is_named_in_the_same_way_everywhere(gw, tmp_path, monkeypatch):
     assert find_config_file(tmp_path) == str(tmp_path / "config.yaml")
     for run in (str(tmp_path), f"{tmp_path}/model_final.pth"):
         args = get_parser("eval", monkeypatch).parse_args([run, "--num-gpus", "0", "SEED", "5"])
-        cfg = run_config(args)
+        cfg = config_of(args)
         assert (str(tmp_path), f"{tmp_path}/model_final.pth", 5) == (
             cfg.OUTPUT_DIR,
             cfg.MODEL.WEIGHTS,
@@ -220,8 +221,8 @@ def test_a_run_is_named_in_the_same_way_everywhere(gw, tmp_path, monkeypatch):
         )
         args = get_parser("train", monkeypatch).parse_args([run, "--resume", "--num-gpus", "0"])
         assert (str(tmp_path), "gw://imagenet/R-50") == (
-            run_config(args).OUTPUT_DIR,
-            run_config(args).MODEL.WEIGHTS,
+            config_of(args).OUTPUT_DIR,
+            config_of(args).MODEL.WEIGHTS,
         )
         assert (
             get_parser("export", monkeypatch)
@@ -233,6 +234,6 @@ def test_a_run_is_named_in_the_same_way_everywhere(gw, tmp_path, monkeypatch):
         f"{tmp_path}/model_final.pth" in gw("weights", "describe", str(tmp_path))[2]
     )  # an empty file
     with pytest.raises(FileNotFoundError, match="no/run"):
-        run_config(get_parser("eval", monkeypatch).parse_args(["no/run", "--num-gpus", "0"]))
+        config_of(get_parser("eval", monkeypatch).parse_args(["no/run", "--num-gpus", "0"]))
     args = get_parser("eval", monkeypatch).parse_args(["MODEL.WEIGHTS", "x"])
     assert args.run is None and args.opts == ["MODEL.WEIGHTS", "x"]

@@ -12,6 +12,7 @@ from gw_detectron.errors import DataError
 from gw_detectron.workbench.dataset.fingerprint import (
     anchor_shapes,
     best_overlaps,
+    merge_fingerprints,
     read_fingerprint,
 )
 
@@ -40,7 +41,7 @@ CONTENT = {
 
 
 def test_objects_that_can_be_learned_are_counted():
-    found = read_fingerprint([CONTENT])
+    found = read_fingerprint(CONTENT)
     assert found.classes == ["car", "wheel"]
     assert found.boxes.tolist() == [[10, 20], [10, 10], [4, 9]]  # the second leaves its image
     assert (found.image.tolist(), found.category.tolist()) == ([0, 0, 1], [1, 1, 0])
@@ -53,7 +54,7 @@ def test_objects_that_can_be_learned_are_counted():
 def test_files_of_one_training_are_added_up():
     other = {**CONTENT, "categories": [{"id": 4, "name": "car"}, {"id": 30, "name": "wheel"}]}
     other["annotations"] = [{"image_id": 3, "category_id": 30, "bbox": [1, 1, 5, 5]}]
-    found = read_fingerprint([CONTENT, other])
+    found = merge_fingerprints([read_fingerprint(CONTENT), read_fingerprint(other)])
     assert (found.per_image.tolist(), found.per_class.tolist()) == ([2, 1, 0, 1], [1, 3])
 
 
@@ -62,12 +63,12 @@ def test_files_of_one_training_are_added_up():
 )
 def test_other_contents_are_refused(content):
     with pytest.raises(DataError, match="COCO"):
-        read_fingerprint([content])
+        read_fingerprint(content)
 
 
 @pytest.mark.parametrize("sides", [(40, 1333), (80, 90), (0, 90)])
 def test_boxes_are_resized_as_detectron2_resizes_images(sides):
-    found = read_fingerprint([CONTENT])
+    found = read_fingerprint(CONTENT)
     resize = transforms.ResizeShortestEdge([sides[0]] * 2, sides[1])
     for box, resized, image in zip(
         found.boxes, found.resized(*sides), found.image, strict=True

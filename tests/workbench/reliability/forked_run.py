@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from gw_detectron.atomic import AtomicPathManager
+from gw_detectron.workbench.commands.train import run_here as run_main
 from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.run import Trainer
-from gw_detectron.workbench.run import main as run_main
 from gw_detectron.workbench.run.processes import launch_from_args
 
 from ...loggers import reset_loggers

@@ -20,13 +20,16 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from gw_detectron.errors import ConfigError
+from gw_detectron.workbench.commands.train import get_parser
+from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.dataset import register_synthetic
-from gw_detectron.workbench.run import Trainer, get_parser, main
+from gw_detectron.workbench.run import Trainer
 from gw_detectron.workbench.run.optimizer import accumulated_step
 from gw_detectron.workbench.run.processes import launch_from_args
-from gw_detectron.workbench.run.train import run_config
 from tests.tiny_run import DATA, words
+
+from ...tiny_run import config_of
 
 #: norm of the processes -> norm of the one process with the joint batch
 NORMS = {
@@ -48,7 +51,7 @@ def norm_config(norm: str, **overrides: object) -> CfgNode:
         "ROI_MASK_HEAD__NORM",
     )
     overrides |= {f"MODEL__{key}": norm for key in keys}
-    return run_config(get_parser().parse_args(words(Path("unused"), **overrides)))
+    return config_of(get_parser().parse_args(words(Path("unused"), **overrides)))
 
 
 def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -148,7 +151,7 @@ def compare_gradients(args: argparse.Namespace) -> None:
     }
     found["accumulated"] = accumulate_gradients()
     if comm.is_main_process():
-        torch.save(found, Path(run_config(args).OUTPUT_DIR) / "gradients.pt")
+        torch.save(found, Path(config_of(args).OUTPUT_DIR) / "gradients.pt")
 
 
 class MeanSquare(nn.Module):
@@ -215,7 +218,7 @@ def train(args: argparse.Namespace) -> None:
     noted["local"] = (comm.get_local_rank(), comm.get_local_size())
     processes = comm.all_gather(noted)
     if comm.is_main_process():
-        save(processes, Path(run_config(args).OUTPUT_DIR) / "processes.pt")
+        save(processes, Path(config_of(args).OUTPUT_DIR) / "processes.pt")
 
 
 def fail(kind: str) -> Callable[[argparse.Namespace], None]:

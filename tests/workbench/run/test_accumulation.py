@@ -16,9 +16,8 @@ from detectron2.utils.events import EventStorage
 from gw_detectron.workbench.console import Interrupted
 from gw_detectron.workbench.run import Trainer
 from gw_detectron.workbench.run.optimizer import accumulated_step
-from gw_detectron.workbench.run.train import run_config
 
-from ...tiny_run import arguments
+from ...tiny_run import arguments, config_of
 from .distributed_cases import gradients, norm_config, record, relative, relative_norm
 
 IMAGES = [record(index) for index in range(4)]
@@ -217,7 +216,7 @@ SCHEDULE = {
 @pytest.mark.usefixtures("small_dataset")
 class TestTrainer:
     def trainer(self, folder, kind=Trainer, **overrides) -> Trainer:
-        return kind(run_config(arguments(folder, **SCHEDULE | overrides)))
+        return kind(config_of(arguments(folder, **SCHEDULE | overrides)))
 
     def test_an_iteration_is_a_step_and_resuming_is_exact(self, tmp_path):
         whole = self.trainer(

@@ -14,14 +14,14 @@ from torch import nn
 from gw_detectron.config import changed_config
 from gw_detectron.errors import PreflightError
 from gw_detectron.weights import detector_file
+from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.report import RunFolder
-from gw_detectron.workbench.run import Trainer, main
+from gw_detectron.workbench.run import Trainer
 from gw_detectron.workbench.run.evaluation import validation_losses
 from gw_detectron.workbench.run.hooks import BestWeights, WeightAverage
-from gw_detectron.workbench.run.train import run_config
 
 from ...photos import photo_names, write_photos
-from ...tiny_run import RETINANET, arguments
+from ...tiny_run import RETINANET, arguments, config_of
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 
@@ -66,7 +66,7 @@ def test_averaged_weights_are_evaluated_and_saved_and_trained_weights_are_resume
         "SOLVER__STEPS": "()",
         "SOLVER__CHECKPOINT_PERIOD": 99,
     }
-    trainer = Trainer(run_config(arguments(tmp_path, **settings)))
+    trainer = Trainer(config_of(arguments(tmp_path, **settings)))
     trainer.resume_or_load(resume=False)
     trainer.train()
     trained, averaged = trainer.model.state_dict(), evaluated[0].state_dict()
@@ -75,14 +75,14 @@ def test_averaged_weights_are_evaluated_and_saved_and_trained_weights_are_resume
     )
     saved = torch.load(tmp_path / "model_final.pth", weights_only=True)["model"]
     assert all(torch.equal(saved[name], value) for name, value in averaged.items())
-    resumed = Trainer(run_config(arguments(tmp_path, **settings)))
+    resumed = Trainer(config_of(arguments(tmp_path, **settings)))
     resumed.resume_or_load(resume=True)
     for model, expected in ((resumed.model, trained), (resumed.checkpointer.model, averaged)):
         assert all(
             torch.equal(value, expected[name]) for name, value in model.state_dict().items()
         )
     tuned = Trainer(
-        run_config(
+        config_of(
             arguments(tmp_path / "new", MODEL__WEIGHTS=tmp_path / "model_final.pth", **settings)
         )
     )
@@ -182,7 +182,7 @@ def test_an_ended_run_is_evaluated_with_augmentation(tmp_path, scripted, monkeyp
 
 def test_other_processes_leave_the_best_predictions(tmp_path, scripted, monkeypatch):
     scripted(5.0)
-    cfg = run_config(arguments(tmp_path, **{**EVALUATED, "SOLVER__MAX_ITER": 1}))
+    cfg = config_of(arguments(tmp_path, **{**EVALUATED, "SOLVER__MAX_ITER": 1}))
     trainer = Trainer(cfg)
     trainer.train()
     (tmp_path / "inference" / "coco_instances_results.json").write_text("of other weights")
@@ -238,11 +238,9 @@ def test_a_trainer_with_its_own_validation_data_has_no_losses_on_it(tmp_path):
     changes = {**EVALUATED, "TEST__LOSS": True, "SOLVER__MAX_ITER": 2}
     with pytest.raises(PreflightError, match="TEST.BEST"):
         Own(
-            run_config(
-                arguments(tmp_path, **{**changes, "TEST__BEST": "validation/total_loss"})
-            )
+            config_of(arguments(tmp_path, **{**changes, "TEST__BEST": "validation/total_loss"}))
         )
-    Own(run_config(arguments(tmp_path, **changes))).train()
+    Own(config_of(arguments(tmp_path, **changes))).train()
     assert "validation" not in (tmp_path / "metrics.json").read_text()
 
 
@@ -309,7 +307,7 @@ def test_scores_and_numbers_that_cannot_be_used_are_refused_before_the_run(
 
 def test_validation_losses_are_means_over_images_that_change_nothing(tmp_path):
     """RetinaNet samples nothing, so that each image can be computed alone."""
-    trainer = Trainer(run_config(arguments(tmp_path, MODEL__RESNETS__NORM="BN", **RETINANET)))
+    trainer = Trainer(config_of(arguments(tmp_path, MODEL__RESNETS__NORM="BN", **RETINANET)))
     model = trainer.checkpointer.model
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):

@@ -12,7 +12,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from gw_detectron.weights import StartWeights
-from gw_detectron.workbench.run.config_checks import preflight
+from gw_detectron.workbench.run.checks import check_run
 from gw_detectron.workbench.run.evaluation import DenseCOCOEvaluator, build_coco_evaluator
 
 from ..checks.sound_run import config
@@ -170,7 +170,7 @@ def test_the_best_weights_may_be_those_of_the_added_ap(
         "DATASETS__TEST": ("crowded",),
         "TEST__DETECTIONS_PER_IMAGE": detections,
     }
-    found = preflight(
+    found = check_run(
         config(tmp_path, TEST__BEST=best, TEST__EVAL_PERIOD=1, **sets), StartWeights()
     ).errors
     refused = [error for error in found if "TEST.BEST" in error]

@@ -13,10 +13,10 @@ from detectron2.modeling.meta_arch import retinanet
 from fvcore.nn import sigmoid_focal_loss
 
 from gw_detectron.errors import ConfigError
-from gw_detectron.workbench.run import Trainer, main, train
-from gw_detectron.workbench.run.train import run_config
+from gw_detectron.workbench.commands.train import run_here as main
+from gw_detectron.workbench.run import Trainer, train
 
-from ...tiny_run import RETINANET, arguments
+from ...tiny_run import RETINANET, arguments, config_of
 from ..reliability.forked_run import child, report_phases
 
 SCHEDULE = {
@@ -161,7 +161,7 @@ def test_without_a_seed_the_drawn_one_is_restored_and_repeats_the_run(tmp_path):
 def trainer_for(tmp_path):
     def build(**overrides):
         schedule = {**SCHEDULE, "SOLVER__MAX_ITER": 2, "SOLVER__STEPS": "()", **overrides}
-        return Trainer(run_config(arguments(tmp_path, **schedule)))
+        return Trainer(config_of(arguments(tmp_path, **schedule)))
 
     return build
 
@@ -230,9 +230,9 @@ def test_an_overridden_loader_works_and_says_that_it_has_no_position(tmp_path, c
             yield from super().build_train_loader(cfg)
 
     args = arguments(tmp_path, **{**SCHEDULE, "SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()"})
-    WithGenerator(run_config(args)).train()
+    WithGenerator(config_of(args)).train()
     assert "build_train_loader stores no position" in warnings_of_resuming(
-        WithGenerator(run_config(args)), caplog
+        WithGenerator(config_of(args)), caplog
     )
 
 

@@ -14,16 +14,15 @@ from gw_detectron.layers import BatchWhitening2d
 from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.run import Trainer
 from gw_detectron.workbench.run.hooks import LossGuard
-from gw_detectron.workbench.run.train import run_config
 from gw_detectron.workbench.run.training_data import build_training_data
 
-from ...tiny_run import arguments
+from ...tiny_run import arguments, config_of
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 
 
 def trainer_for(tmp_path, **overrides) -> Trainer:
-    return Trainer(run_config(arguments(tmp_path, **{"DATASETS__TEST": "()", **overrides})))
+    return Trainer(config_of(arguments(tmp_path, **{"DATASETS__TEST": "()", **overrides})))
 
 
 class TestNonFinite:
@@ -40,7 +39,7 @@ class TestNonFinite:
                     batch[1]["file_name"] = "pictures/broken.tif"
                     yield batch
 
-        trainer = WithNan(run_config(arguments(tmp_path, MODEL__RESNETS__WHITEN_NORM=norm)))
+        trainer = WithNan(config_of(arguments(tmp_path, MODEL__RESNETS__WHITEN_NORM=norm)))
         with pytest.raises(
             NonFiniteError, match=r"iteration 0.*\n.*broken.tif or its annotations have .* NaN"
         ):
@@ -152,7 +151,7 @@ def test_the_error_of_a_worker_keeps_its_cause(tmp_path, capsys, fail, error, wo
 
     args = arguments(tmp_path, DATASETS__TEST="()", DATALOADER__NUM_WORKERS=1)
     with pytest.raises(error) as raised, errors_reported():
-        Failing(run_config(args)).train()
+        Failing(config_of(args)).train()
     said = capsys.readouterr().err + str(raised.value)
     assert words in said and ("NUM_WORKERS" in said) == (fail is CAUSES["killed"][0])
     assert error is not SystemExit or "Traceback" not in said

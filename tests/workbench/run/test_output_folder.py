@@ -9,21 +9,22 @@ import signal
 import pytest
 import torch
 
-from gw_detectron.errors import ConfigError, PreflightError, PreflightReport, UserError
+from gw_detectron.errors import ConfigError, PreflightError, UserError
 from gw_detectron.weights import StartWeights
 from gw_detectron.weights.opening import local_file
-from gw_detectron.workbench.run import folder as output_folder
-from gw_detectron.workbench.run import main, start
+from gw_detectron.workbench.commands.train import run_here as main
+from gw_detectron.workbench.dataset import CheckReport
+from gw_detectron.workbench.run import start
 from gw_detectron.workbench.run.folder import (
     check_output,
-    clear_output,
     lock_output,
     read_metrics,
+    remove_files,
+    stale_output,
 )
 from gw_detectron.workbench.run.start import start_run
-from gw_detectron.workbench.run.train import run_config
 
-from ...tiny_run import arguments
+from ...tiny_run import arguments, config_of
 from ..reliability.forked_run import STEP, child, training
 
 SHORT = {"SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "DATASETS__TEST": "()"}
@@ -127,32 +128,56 @@ def earlier(tmp_path):
     return tmp_path
 
 
+def open_run(cfg, eval_only):
+    start = start_run(cfg, eval_only=eval_only, ignore_preflight=True)
+    with start.lock:
+        if not eval_only:
+            start.begin()
+
+
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
+
+
+def clear(folder, **options):
+    remove_files(stale_output(str(folder), **options))
 
 
 @pytest.mark.parametrize("address", ["{}", "{}?matching_heuristics=True"])
 def test_the_files_of_a_run_are_deleted_and_no_others(earlier, address):
     weights = local_file(address.format(earlier / "model_0000009.pth"))
-    later = clear_output(str(earlier), everything=True, needed=weights)
-    assert {"model_final.pth", "inference", "report", "log.txt.earlier"} < {*names(earlier)}
-    assert "log.txt" not in names(earlier)
-    output_folder.remove_files(later)
-    assert names(earlier) == ["config.yaml", "model_0000009.pth", "notes.txt", "weights.pth"]
+    before = names(earlier)
+    stale = stale_output(str(earlier), everything=True, needed=weights)
+    assert names(earlier) == before
+
+    remove_files(stale)
+    kept = [
+        "config.yaml",
+        "log.txt",
+        "metrics.json",
+        "model_0000009.pth",
+        "notes.txt",
+        "weights.pth",
+    ]
+    assert names(earlier) == kept
+    assert (earlier / "metrics.json").read_text() == ""
 
 
 def test_a_new_run_deletes_the_metrics_and_the_earlier_evaluation(earlier):
-    """Metrics are appended to; a report would judge the predictions by the dataset and weights of the earlier one."""
-    before = names(earlier)
+    """A report would judge the predictions by the dataset and weights of the earlier run."""
     for name in ("mine_coco_format.json", "mine_coco_format.json.lock", "other.json"):
         (earlier / "inference" / name).touch()
-    clear_output(str(earlier), metrics=True, needed=str(earlier / "inference" / "config.yaml"))
-    assert set(before) - set(names(earlier)) == {"metrics.json"}
+    before = names(earlier)
+
+    clear(earlier, metrics=True, needed=str(earlier / "inference" / "config.yaml"))
+    assert names(earlier) == before
+    assert (earlier / "metrics.json").read_text() == ""
     assert names(earlier / "inference") == ["config.yaml", "other.json"]
-    clear_output(str(earlier))
+
+    clear(earlier)
     assert names(earlier / "inference") == ["other.json"]
-    clear_output(str(earlier / "none"), everything=True)
-    clear_output("s3://bucket/run", everything=True)
+    clear(earlier / "none", everything=True)
+    clear("s3://bucket/run", everything=True)
 
 
 def test_nothing_is_deleted_if_the_run_reads_a_file_that_cannot_stay(earlier):
@@ -160,9 +185,9 @@ def test_nothing_is_deleted_if_the_run_reads_a_file_that_cannot_stay(earlier):
     (earlier / "model_best.pth").touch()
     before = names(earlier)
     with pytest.raises(ConfigError, match=r"--overwrite: .*model_best.pth"):
-        clear_output(str(earlier), everything=True, needed=str(earlier / "model_best.pth"))
+        stale_output(str(earlier), everything=True, needed=str(earlier / "model_best.pth"))
     with pytest.raises(ConfigError, match=r"--overwrite: .*inference/config.yaml"):
-        clear_output(
+        stale_output(
             str(earlier), everything=True, needed=str(earlier / "inference" / "config.yaml")
         )
     assert names(earlier) == before and names(earlier / "inference") == [
@@ -175,7 +200,7 @@ def test_nothing_is_deleted_if_the_run_reads_a_file_that_cannot_stay(earlier):
 def test_a_link_to_a_checkpoint_that_was_moved_away(tmp_path, resume):
     (tmp_path / "model_final.pth").symlink_to(tmp_path / "gone.pth")
     check_output(
-        str(tmp_path), StartWeights(), report := PreflightReport(), resume=resume, keeps=True
+        str(tmp_path), StartWeights(), report := CheckReport(), resume=resume, keeps=True
     )
     assert resume is any("there is no other checkpoint" in error for error in report.errors)
 
@@ -186,7 +211,7 @@ def test_a_run_that_crashed_before_its_first_checkpoint_is_not_mixed_with_anothe
 ):
     (tmp_path / name).touch()
     check_output(
-        str(tmp_path), StartWeights(), report := PreflightReport(), resume=False, keeps=True
+        str(tmp_path), StartWeights(), report := CheckReport(), resume=False, keeps=True
     )
     assert any("--overwrite" in error for error in report.errors)
 
@@ -205,25 +230,24 @@ def test_a_run_that_is_refused_while_it_is_built_leaves_the_checkpoints(
     before = {
         path.name: path.read_text()
         for path in earlier.iterdir()
-        if path.is_file() and path.suffix != ".pth"
+        if path.is_file() and path.suffix != ".pth" and path.name != "log.txt"
     }
     with pytest.raises((ValueError, ImportError)):
         main(arguments(earlier, "--overwrite", **SHORT, **late))
     assert {name: (earlier / name).read_text() for name in before} == before
-    assert (earlier / "model_final.pth").read_text() == "earlier" and not list(
-        earlier.glob("*.earlier")
-    )
+    assert (earlier / "log.txt").read_text().startswith("earlier")
+    assert (earlier / "model_final.pth").read_text() == "earlier"
 
 
 @pytest.mark.parametrize("flags", [[], ["--eval-only"]])
 def test_the_config_is_replaced_as_a_whole(tmp_path, small_dataset, flags):
     """A kill or a full disk must not leave half a config."""
     path = tmp_path / ("inference/config.yaml" if flags else "config.yaml")
-    cfg = run_config(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.1))
-    start_run(cfg, eval_only=bool(flags), ignore_preflight=True)[1].close()
+    cfg = config_of(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.1))
+    open_run(cfg, eval_only=bool(flags))
     os.link(path, tmp_path / "earlier.yaml")
-    cfg = run_config(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.2))
-    start_run(cfg, eval_only=bool(flags), ignore_preflight=True)[1].close()
+    cfg = config_of(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.2))
+    open_run(cfg, eval_only=bool(flags))
     assert (
         "BASE_LR: 0.1" in (tmp_path / "earlier.yaml").read_text()
         and "BASE_LR: 0.2" in path.read_text()

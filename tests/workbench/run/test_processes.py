@@ -14,9 +14,9 @@ from detectron2.utils import comm
 
 from gw_detectron.errors import ConfigError, NonFiniteError, PreflightError, UserError
 from gw_detectron.weights import StartWeights
+from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.console import Interrupted, errors_reported
 from gw_detectron.workbench.dataset import make_synthetic
-from gw_detectron.workbench.run import get_parser
 from gw_detectron.workbench.run.processes import in_all_processes, launch_from_args
 from gw_detectron.workbench.run.start import check_same_start
 

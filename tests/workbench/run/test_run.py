@@ -28,13 +28,14 @@ from safetensors.torch import save_file
 
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
 from gw_detectron.weights import convert_file, opening, read_weights_file
-from gw_detectron.workbench.run import Trainer, get_parser, main
+from gw_detectron.workbench.commands.train import get_parser
+from gw_detectron.workbench.commands.train import run_here as main
+from gw_detectron.workbench.run import Trainer
 from gw_detectron.workbench.run.evaluation import DenseCOCOEvaluator
 from gw_detectron.workbench.run.start import start_run
-from gw_detectron.workbench.run.train import run_config
 
 from ...loggers import reset_loggers
-from ...tiny_run import CONFIG, arguments
+from ...tiny_run import CONFIG, arguments, config_of
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 SHORT = {"SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "DATASETS__TEST": "()"}
@@ -68,7 +69,7 @@ def resnet18(tmp_path_factory):
 
 
 def trainer_for(tmp_path, **overrides) -> Trainer:
-    return Trainer(run_config(arguments(tmp_path, **overrides)))
+    return Trainer(config_of(arguments(tmp_path, **overrides)))
 
 
 class TestFlags:
@@ -85,11 +86,11 @@ class TestFlags:
             torch.use_deterministic_algorithms(False)
 
     def test_the_saved_config_starts_the_same_run(self, tmp_path):
-        cfg = run_config(arguments(tmp_path))
+        cfg = config_of(arguments(tmp_path))
         start_run(cfg)[1].close()
         args = arguments(tmp_path)
         args.config_file, args.opts = str(tmp_path / "config.yaml"), []
-        assert yaml.safe_load(run_config(args).dump()) == yaml.safe_load(cfg.dump())
+        assert yaml.safe_load(config_of(args).dump()) == yaml.safe_load(cfg.dump())
 
     def test_a_refused_run_leaves_the_folder_as_it_was(self, copy, tmp_path):
         before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("[!.]*")}
@@ -123,23 +124,23 @@ class TestFlags:
         )
         args = get_parser().parse_args(["--num-gpus", "0", "SOLVER.MAX_ITER", str(max_iter)])
         args.config_file = str(tmp_path / "base.yaml")
-        assert ((60, 80) if max_iter > 90 else steps) == run_config(args).SOLVER.STEPS
+        assert ((60, 80) if max_iter > 90 else steps) == config_of(args).SOLVER.STEPS
         args.opts += ["SOLVER.STEPS", "(700,)"]
-        assert run_config(args).SOLVER.STEPS == (700,)
+        assert config_of(args).SOLVER.STEPS == (700,)
 
     @pytest.mark.parametrize("device", ["mps", "xpu", "cuda:1"])
     def test_no_gpu_of_cuda_leaves_another_device_that_is_named(self, device):
         args = get_parser().parse_args(
             ["--num-gpus", "0", "--config-file", str(CONFIG), "MODEL.DEVICE", device]
         )
-        assert device == run_config(args).MODEL.DEVICE
+        assert device == config_of(args).MODEL.DEVICE
 
     @pytest.mark.parametrize(("gpus", "told"), [(1, True), (0, False)])
     def test_a_gpu_that_the_config_leaves_idle_is_told(self, monkeypatch, caplog, gpus, told):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(logging.getLogger("gw_detectron"), "propagate", True)
         args = get_parser().parse_args(["--num-gpus", str(gpus), "--config-file", str(CONFIG)])
-        assert run_config(args).MODEL.DEVICE == "cpu"  # as the config of the demo says
+        assert config_of(args).MODEL.DEVICE == "cpu"  # as the config of the demo says
         assert ("MODEL.DEVICE ('cpu')" in caplog.text) == told
 
     @pytest.mark.parametrize("start", ["scratch", "weights", "resume"])
@@ -309,7 +310,7 @@ class TestEvaluation:
         found = importlib.util.find_spec
         spec = lambda name: panopticapi or None if name == "panopticapi" else found(name)  # noqa: E731
         monkeypatch.setattr(importlib.util, "find_spec", spec)
-        cfg = run_config(arguments(tmp_path, MODEL__META_ARCHITECTURE=architecture))
+        cfg = config_of(arguments(tmp_path, MODEL__META_ARCHITECTURE=architecture))
         built = Trainer.build_evaluator(cfg, PANOPTIC)
         parts = [
             type(part)
@@ -322,7 +323,7 @@ class TestEvaluation:
 
 def test_the_fast_evaluation_equals_pycocotools(tmp_path):
     pytest.importorskip("faster_coco_eval")
-    cfg = run_config(arguments(tmp_path, DATASETS__TEST="('gw_synthetic_train',)"))
+    cfg = config_of(arguments(tmp_path, DATASETS__TEST="('gw_synthetic_train',)"))
     fast = Trainer.build_evaluator(cfg, "gw_synthetic_train")
     official = COCOEvaluator("gw_synthetic_train", ("bbox", "segm"), use_fast_impl=False)
     random, coco = (

@@ -11,12 +11,12 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, PreflightError, UserError
 from gw_detectron.weights import StartWeights
-from gw_detectron.workbench.run import Trainer, main
-from gw_detectron.workbench.run.config_checks import preflight
-from gw_detectron.workbench.run.train import run_config
+from gw_detectron.workbench.commands.train import run_here as main
+from gw_detectron.workbench.run import Trainer
+from gw_detectron.workbench.run.checks import check_run
 
 from ...photos import photo_names, write_photos
-from ...tiny_run import arguments
+from ...tiny_run import arguments, config_of
 
 
 def forget():
@@ -28,6 +28,13 @@ def forget():
 
 
 BUILT_IN = set(DatasetCatalog)
+
+
+def begin(args):
+    """Build a run, and write its record as when the training begins."""
+    trainer = Trainer(config_of(args))
+    trainer._start.begin()
+    trainer._lock.close()
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +61,14 @@ def split_flags(train_flags) -> list[str]:
 
 
 def test_the_flags_set_datasets_and_class_count(tmp_path, train_flags, val_flags):
-    cfg = run_config(arguments(tmp_path, *train_flags, *val_flags))
+    cfg = config_of(arguments(tmp_path, *train_flags, *val_flags))
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("custom_train",), ("custom_val",))
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3 and cfg.MODEL.RETINANET.NUM_CLASSES == 80
     assert (
         len(DatasetCatalog.get("custom_train")) == 12
         and len(DatasetCatalog.get("custom_val")) == 4
     )
-    cfg = run_config(
+    cfg = config_of(
         arguments(
             tmp_path,
             *train_flags,
@@ -73,7 +80,7 @@ def test_the_flags_set_datasets_and_class_count(tmp_path, train_flags, val_flags
     )
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("table_train",), ("table_val",))
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 6 and cfg.MODEL.RETINANET.NUM_CLASSES == 3
-    cfg = run_config(arguments(tmp_path, "--eval-only", *val_flags))
+    cfg = config_of(arguments(tmp_path, "--eval-only", *val_flags))
     assert cfg.DATASETS.TEST == ("custom_val",) and cfg.DATASETS.TRAIN == (
         "gw_synthetic_train",
     )
@@ -100,20 +107,20 @@ def test_what_a_json_lacks_or_needs_is_done_in_the_run(tmp_path, photos, train_f
         each["segmentation"]["counts"] = each["segmentation"]["counts"].decode()
     (tmp_path / "runs.json").write_text(json.dumps(content))
     flags = ["--val-json", str(tmp_path / "part.json"), "--val-images", f"{photos}/photos"]
-    cfg = run_config(arguments(tmp_path, *train_flags, *flags))
+    cfg = config_of(arguments(tmp_path, *train_flags, *flags))
     assert cfg.INPUT.MASK_FORMAT == "polygon"
     args = arguments(
         tmp_path, "--train-json", str(tmp_path / "runs.json"), *train_flags[2:], *flags
     )
-    cfg = run_config(args)
+    cfg = config_of(args)
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3 and cfg.INPUT.MASK_FORMAT == "bitmask"
-    found = preflight(cfg, StartWeights())
+    found = check_run(cfg, StartWeights())
     assert not found.errors and any(
         "custom_val" in each and "categories: no" in each for each in found.warnings
     )
     runs = ["--val-json", str(tmp_path / "runs.json"), "--val-images", f"{photos}/photos"]
     assert (
-        run_config(arguments(tmp_path, *train_flags, *runs)).INPUT.MASK_FORMAT == "bitmask"
+        config_of(arguments(tmp_path, *train_flags, *runs)).INPUT.MASK_FORMAT == "bitmask"
     )  # for its losses
 
 
@@ -132,9 +139,9 @@ def test_a_damaged_json_is_not_taken_for_a_wrong_class_count(
         f"{photos}/photos",
         *val_flags,
     ]
-    cfg = run_config(arguments(tmp_path, *flags))
+    cfg = config_of(arguments(tmp_path, *flags))
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
-    assert not any("NUM_CLASSES" in error for error in preflight(cfg, StartWeights()).errors)
+    assert not any("NUM_CLASSES" in error for error in check_run(cfg, StartWeights()).errors)
 
 
 def test_a_training_needs_a_dataset_to_train_on(tmp_path, photos, val_flags):
@@ -144,29 +151,29 @@ def test_a_training_needs_a_dataset_to_train_on(tmp_path, photos, val_flags):
     )
     for flags in (val_flags, ["--datasets", str(photos / "val_only.yaml")]):
         with pytest.raises(ConfigError, match=rf"^{flags[0]}: .*DATASETS.TRAIN"):
-            run_config(arguments(tmp_path, *flags))
-        run_config(arguments(tmp_path, *flags, DATASETS__TRAIN="('gw_synthetic_train',)"))
+            config_of(arguments(tmp_path, *flags))
+        config_of(arguments(tmp_path, *flags, DATASETS__TRAIN="('gw_synthetic_train',)"))
 
 
 def test_keys_of_the_command_line_stay(tmp_path, split_flags):
     changes = {"DATASETS__TEST": "('custom_train',)", "MODEL__ROI_HEADS__NUM_CLASSES": 5}
     args = arguments(tmp_path / "run", *split_flags, **changes)
-    assert run_config(args).DATASETS.TEST == ("custom_train",)
+    assert config_of(args).DATASETS.TEST == ("custom_train",)
     args.opts.insert(0, "--")  # which argparse keeps
-    assert run_config(args).DATASETS.TEST == ("custom_train",)
+    assert config_of(args).DATASETS.TEST == ("custom_train",)
     with pytest.raises(PreflightError, match=r"MODEL.ROI_HEADS.NUM_CLASSES \(5\)"):
-        Trainer(run_config(args))
+        Trainer(config_of(args))
     assert not (tmp_path / "run").exists()
 
 
 def test_flags_and_yaml_are_the_same(tmp_path, photos, train_flags, val_flags):
-    from_flags = run_config(arguments(tmp_path, *train_flags, *val_flags, "--dataset", "table"))
+    from_flags = config_of(arguments(tmp_path, *train_flags, *val_flags, "--dataset", "table"))
     (photos / "table.yaml").write_text(
         "train:\n  table_train: {json: annotations.json, images: photos}\n"
         "val:\n  table_val: {json: val.json, images: photos}\n"
     )
     assert (
-        run_config(arguments(tmp_path, "--datasets", str(photos / "table.yaml"))) == from_flags
+        config_of(arguments(tmp_path, "--datasets", str(photos / "table.yaml"))) == from_flags
     )
 
 
@@ -186,7 +193,7 @@ def test_flags_and_yaml_are_the_same(tmp_path, photos, train_flags, val_flags):
 )
 def test_flags_that_do_not_fit(tmp_path, photos, flags, named):
     with pytest.raises(ConfigError, match=named):
-        run_config(
+        config_of(
             arguments(tmp_path, *flags.format(photos / "photos", photos / "val.json").split())
         )
 
@@ -194,7 +201,7 @@ def test_flags_that_do_not_fit(tmp_path, photos, flags, named):
 def test_another_split_is_refused_before_anything_is_written(
     tmp_path, train_flags, split_flags, capsys
 ):
-    Trainer(run_config(arguments(tmp_path, *split_flags, MODEL__MASK_ON=False)))
+    begin(arguments(tmp_path, *split_flags, MODEL__MASK_ON=False))
     part = tmp_path / "datasets" / "custom_train.json"
     before = part.read_text()
     larger = [*train_flags, "--val-fraction", "0.6"]
@@ -202,13 +209,13 @@ def test_another_split_is_refused_before_anything_is_written(
     for given in (["--resume", *larger], ["--eval-only", *config, *larger]):
         forget()
         with pytest.raises(ConfigError, match=r"--val-fraction \(0.6\)"):
-            run_config(arguments(tmp_path, *given))
+            config_of(arguments(tmp_path, *given))
         assert part.read_text() == before
 
     copy = str(shutil.copy(part, tmp_path / "copy.json"))
     forget()
     with pytest.raises(ConfigError, match="was trained on . of the images"):
-        run_config(arguments(tmp_path, "--resume", "--dataset", "other", *larger))
+        config_of(arguments(tmp_path, "--resume", "--dataset", "other", *larger))
     for words, path, warnings in (
         (["--eval-only", *config], str(part), 0),
         (["--eval-only", *config], copy, 1),
@@ -220,7 +227,7 @@ def test_another_split_is_refused_before_anything_is_written(
     ):
         forget()
         flags = ["--val-json", path, "--val-images", train_flags[3]]
-        run_config(arguments(tmp_path, *words, "--dataset", "other", *flags))
+        config_of(arguments(tmp_path, *words, "--dataset", "other", *flags))
         assert capsys.readouterr().out.count("was trained on") == warnings
 
     forget()  # added images are sorted by the same rule
@@ -232,7 +239,7 @@ def test_another_split_is_refused_before_anything_is_written(
         "--train-images",
         f"{tmp_path}/more",
     ]
-    run_config(arguments(tmp_path, "--resume", *flags))
+    config_of(arguments(tmp_path, "--resume", *flags))
     assert len(DatasetCatalog.get("custom_train")) > len(json.loads(before)["images"])
 
 
@@ -262,7 +269,7 @@ def test_a_run_folder_is_enough_to_evaluate(tmp_path, split_flags, one_thread):
 
     forget()  # the folder of the evaluation is one too
     args.config_file = f"{tmp_path}/inference/config.yaml"
-    assert run_config(args).DATASETS.TEST == ("table_val",)
+    assert config_of(args).DATASETS.TEST == ("table_val",)
     assert len(DatasetCatalog.get("table_val")) == len(parts["val"]["images"])
 
 

@@ -11,10 +11,9 @@ from detectron2.data.datasets import load_coco_json
 from gw_detectron.config import changed_config
 from gw_detectron.errors import ConfigError, PreflightError
 from gw_detectron.workbench.run import Trainer
-from gw_detectron.workbench.run.train import run_config
 
 from ...photos import CLASSES, photo_names, write_photos
-from ...tiny_run import RETINANET, arguments
+from ...tiny_run import RETINANET, arguments, config_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,7 +49,7 @@ class Script:
 @pytest.fixture
 def script(tmp_path):
     cfg = changed_config(
-        run_config(arguments(tmp_path / "run", SOLVER__MAX_ITER=1, SOLVER__STEPS="()")),
+        config_of(arguments(tmp_path / "run", SOLVER__MAX_ITER=1, SOLVER__STEPS="()")),
         {
             "DATASETS.TRAIN": ("mine_train",),
             "DATASETS.TEST": ("mine_val",),

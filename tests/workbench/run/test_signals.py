@@ -11,8 +11,9 @@ import time
 import pytest
 
 from gw_detectron.weights import read_weights_file
+from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.console import errors_reported
-from gw_detectron.workbench.run import Trainer, main
+from gw_detectron.workbench.run import Trainer
 
 from ...tiny_run import ROOT, arguments, environment, words
 from ..reliability.forked_run import CHECKPOINT, EVALUATION, STEP, child, training

@@ -10,9 +10,8 @@ from detectron2.utils.events import EventStorage
 from gw_detectron.config import changed_config, default_config
 from gw_detectron.errors import ConfigError, MissingPackageError
 from gw_detectron.workbench.run.logs import TRACKERS, TrackerWriter
-from gw_detectron.workbench.run.train import run_config
 
-from ...tiny_run import arguments
+from ...tiny_run import arguments, config_of
 
 # the calls that TrackerWriter makes, noted in a file; the metric "bad" is refused
 STAND_IN = """
@@ -73,7 +72,7 @@ def test_new_scalars_are_logged_by_iteration_and_the_run_is_continued(
 
 
 def test_unknown_and_missing_trackers_are_refused(tmp_path, monkeypatch):
-    assert run_config(arguments(tmp_path, "--track", "wandb")).TRACKER == "wandb"
+    assert config_of(arguments(tmp_path, "--track", "wandb")).TRACKER == "wandb"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name, error in (("tensorboard", ConfigError), ("mlflow", MissingPackageError)):
         with pytest.raises(error, match=f"TRACKER .'{name}'"):

@@ -4,15 +4,16 @@ import copy
 import hashlib
 import json
 
+import pycocotools.mask as mask_util
 import pytest
+from detectron2.data.datasets import load_coco_json
 from detectron2.structures import BoxMode
-from detectron2.utils.file_io import PathManager
 
 from gw_detectron.errors import DataError
-from gw_detectron.workbench.dataset.coco_files import (
-    DerivedFile,
-    coco_of_records,
+from gw_detectron.workbench.dataset.coco_content import (
     complete_coco,
+    content_to_records,
+    records_to_content,
     split_coco,
 )
 
@@ -52,7 +53,7 @@ def test_area_and_iscrowd_follow_from_the_box():
     given = changed(lambda each: [each.pop(key) for key in ("area", "iscrowd")])
     given["annotations"][1]["iscrowd"] = None
     before = copy.deepcopy(given)
-    completed = complete_coco(given)
+    completed = complete_coco(given)[0]
     assert given == before
     assert [(each["area"], each["iscrowd"]) for each in completed["annotations"]] == [
         (50.0, 0),
@@ -61,35 +62,41 @@ def test_area_and_iscrowd_follow_from_the_box():
 
 
 def test_ignored_objects_are_crowds():
-    first, second = complete_coco(changed(lambda each: each.update(ignore=each["id"] == 1)))[
-        "annotations"
-    ]
-    assert (first["ignore"], first["iscrowd"]) == (0, 1) and second == {
-        **COMPLETE["annotations"][1],
-        "ignore": False,
-    }
+    given = changed(lambda each: each.update(ignore=each["id"] == 1))
+    first, second = complete_coco(given)[0]["annotations"]
+    assert (first["ignore"], first["iscrowd"]) == (0, 1)
+    assert second == {**COMPLETE["annotations"][1], "ignore": False}
 
 
 @pytest.mark.parametrize(
-    "number", [lambda old: old - 1, lambda old: -old, str, float, lambda old: None]
+    "number",
+    [
+        lambda old: old - 1,
+        lambda old: -old,
+        lambda old: old << 100,
+        str,
+        float,
+        lambda old: None,
+    ],
 )
 def test_annotations_are_numbered_from_1(number):
-    assert complete_coco(changed(lambda each: each.update(id=number(each["id"])))) == COMPLETE
-    assert complete_coco(changed(lambda each: each.pop("id"))) == COMPLETE
+    renumbered = changed(lambda each: each.update(id=number(each["id"])))
+    assert complete_coco(renumbered)[0] == COMPLETE
+    assert complete_coco(changed(lambda each: each.pop("id")))[0] == COMPLETE
 
 
 def test_a_validation_file_gets_the_categories_of_the_training():
     classes = {0: "apple", 3: "pear"}
-    completed = complete_coco(COMPLETE, classes)
-    assert [each["name"] for each in completed["categories"]] == ["apple", "pear"]
-    assert "no pear" in completed["gw_detectron_completed"][0]
-    assert complete_coco(completed, classes) is completed
+    completed, notes = complete_coco(COMPLETE, classes)
+    assert [category["name"] for category in completed["categories"]] == ["apple", "pear"]
+    assert "no pear" in notes[0]
+    assert complete_coco(completed, classes) == (completed, [])
     for other in ({}, {0: "apple"}, {0: "plum", 3: "pear"}, {3: "pear"}):
-        assert complete_coco(COMPLETE, other) is COMPLETE
+        assert complete_coco(COMPLETE, other)[0] is COMPLETE
 
 
 @pytest.mark.parametrize(
-    ("corners", "box"), [([1, 2, 4.1, 8], [1, 2, 4.1 - 1, 6]), ([1, 2, 3], [1, 2, 2])]
+    ("corners", "box"), [([1, 2, 4.1, 8], [1, 2, 4.1 - 1, 6]), ([1, 2, 3], [1, 2, 3])]
 )
 def test_a_python_functions_boxes_are_measured_exactly_and_a_malformed_one_is_left_to_preflight(
     corners, box
@@ -102,7 +109,7 @@ def test_a_python_functions_boxes_are_measured_exactly_and_a_malformed_one_is_le
         "image_id": 1,
         "annotations": [entry],
     }
-    (found,) = coco_of_records([record], ["cat"], evaluated=False)["annotations"]
+    (found,) = records_to_content([record], ["cat"], evaluated=False)["annotations"]
     assert found["bbox"] == box
 
 
@@ -119,7 +126,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize("damaged", DAMAGED)
 def test_a_malformed_file_is_left_to_preflight(damaged):
-    assert complete_coco(damaged) is damaged
+    assert complete_coco(damaged)[0] is damaged
     assert split_coco(damaged, 0.5) == (damaged, damaged)
 
 
@@ -168,16 +175,42 @@ def test_no_side_is_empty(fraction):
         split_coco(numbered(NAMES[:1]), fraction)
 
 
-def test_a_part_is_written_when_it_is_used_as_a_file(tmp_path):
-    part, expected = tmp_path / "run" / "datasets" / "val.json", numbered(NAMES)
-    PathManager.register_handler(
-        DerivedFile(str(part), "all.json", expected), allow_override=True
-    )
-    for mode in ("r", "rb"):
-        with PathManager.open(str(part), mode) as file:
-            assert json.loads(file.read()) == expected
-    assert not part.parent.exists()
-    assert PathManager.get_local_path(str(part)) == str(part)
-    assert json.loads(part.read_text()) == expected
-    with PathManager.open(str(part)) as file:
-        assert json.load(file) == expected
+def test_records_are_those_of_detectron2(tmp_path):
+    square = [2, 2, 12, 2, 12, 12, 2, 12]
+    run_length = {"size": [40, 60], "counts": [40, 20, 2340]}
+    masks = [
+        [square],
+        [square, [1, 2]],
+        [[1, 2, 3, 4]],
+        run_length,
+        mask_util.frPyObjects([square], 40, 60)[0],
+        [],
+        None,
+    ]
+    annotations = [
+        {
+            "id": index + 1,
+            "image_id": 5 - index % 2,
+            "category_id": 9 - 2 * (index % 3),
+            "bbox": [1, 2, 3, 4],
+            "iscrowd": 0,
+        }
+        for index in range(len(masks))
+    ]
+    for annotation, mask in zip(annotations, masks, strict=True):
+        if mask is not None:
+            annotation["segmentation"] = mask
+    annotations[0]["keypoints"] = [1, 2, 2, 3, 4, 0]
+    annotations[4]["segmentation"]["counts"] = annotations[4]["segmentation"]["counts"].decode()
+    content = {
+        "images": [
+            {"id": n, "file_name": f"{n}.jpg", "height": 40, "width": 60} for n in (5, 4, 3)
+        ],
+        "categories": [{"id": n, "name": str(n)} for n in (9, 5, 7)],
+        "annotations": annotations,
+    }
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps(content))
+
+    expected = load_coco_json(str(path), "photos", "test_records")
+    assert content_to_records(content, "photos") == expected

@@ -16,12 +16,12 @@ from gw_detectron.workbench.dataset import (
     read_datasets,
     register_datasets,
 )
-from gw_detectron.workbench.dataset.datasets_yaml import (
+from gw_detectron.workbench.dataset.datasets_yaml import record_datasets
+from gw_detectron.workbench.dataset.source import (
     class_metadata,
     classes_of,
-    record_datasets,
+    registered_datasets,
 )
-from gw_detectron.workbench.dataset.source import registered_datasets
 
 from ...photos import CLASSES, photo_names, write_photos
 

@@ -1,0 +1,289 @@
+"""Content of COCO files: read, complete, split, and convert from and to Detectron2's records.
+
+A content that these functions cannot use is left as it is: the checks of the data name its fault.
+"""
+
+import codecs
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pycocotools.mask as mask_util
+from detectron2.structures import BoxMode
+from detectron2.utils.file_io import PathManager
+
+from ...errors import DataError, summarize_names
+from .geometry import is_polygon, mask_boxes, wrong_areas
+
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_LARGEST_ID = 2**53  # pycocotools stores the ids of matches as float64
+_RECORD_FIELDS = ("iscrowd", "bbox", "keypoints", "category_id")
+
+
+def read_json(path: str) -> Any:
+    """Read a JSON file in UTF-8, local or remote."""
+    with PathManager.open(path, "rb") as file:
+        text = file.read()
+    try:
+        return json.loads(text.decode())
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: also a number of thousands of digits
+        mark = " without a byte order mark" if text.startswith(codecs.BOM_UTF8) else ""
+        raise DataError(
+            f"'{path}': invalid JSON: {error}. Fix: give JSON in UTF-8{mark}, not compressed."
+        ) from error
+
+
+def category_names(content: Any) -> dict[int, str]:
+    """Return the names of the categories by id; {} if the content is malformed."""
+    try:
+        return {category["id"]: category["name"] for category in content["categories"]}
+    except MALFORMED:
+        return {}
+
+
+def is_match_id(number: Any) -> bool:
+    """Return whether COCO's evaluation counts a match of an annotation with this id."""
+    return type(number) is int and 0 < number <= _LARGEST_ID
+
+
+def complete_coco(
+    content: Any, classes: Mapping[int, str] | None = None
+) -> tuple[Any, list[str]]:
+    """Add the fields that pycocotools reads where annotations lack them; replace wrong values.
+
+    ``area`` is the area of the mask, else of the box. ``iscrowd`` is 0 (also for null, which Detectron2 takes for 1) or
+    follows ``ignore``. ``id`` counts from 1. ``num_keypoints`` counts the labeled ones; without ``keypoints`` none is
+    labeled. A file with some of the ``classes`` of the run, names by id, gets the others.
+
+    Returns:
+        The content, the same object if it is complete, and a sentence for each kind of replaced value.
+    """
+    try:
+        with_classes, notes = _add_classes(content, classes or {})
+        annotations = with_classes["annotations"]
+        completed = complete_annotations(with_classes)
+        if completed == annotations:
+            return with_classes, notes
+
+        wrong = replaced_values(annotations, completed)
+    except MALFORMED:
+        return content, []
+
+    for field, source in (("area", "mask or bbox"), ("num_keypoints", "labeled keypoints")):
+        if wrong[field]:
+            notes.append(
+                f"{len(wrong[field])} of {len(annotations)} annotations have a wrong {field}. The run's copy takes it "
+                f"from the {source}."
+            )
+    return {**with_classes, "annotations": completed}, notes
+
+
+def _add_classes(content: Any, classes: Mapping[int, str]) -> tuple[Any, list[str]]:
+    own = category_names(content)
+    if not own.items() < classes.items():
+        return content, []
+
+    missing = {number: name for number, name in classes.items() if number not in own}
+    added = [{"id": number, "name": name} for number, name in missing.items()]
+    note = f"categories: no {summarize_names(missing.values())}. The run's copy has them."
+    return {**content, "categories": [*content["categories"], *added]}, [note]
+
+
+def complete_annotations(content: Any) -> list[dict[str, Any]]:
+    """Return the annotations of a content with the fields that :func:`complete_coco` adds."""
+    annotations = content["annotations"]
+    areas, is_wrong = _areas(content)
+    has_ids = all(is_match_id(annotation.get("id")) for annotation in annotations)
+    lengths = [len(annotation.get("keypoints") or ()) for annotation in annotations]
+    unlabeled = [0] * max(lengths, default=0)
+
+    completed = []
+    for index, annotation in enumerate(annotations):
+        fields = {"area": areas[index], **annotation}
+        fields["iscrowd"] = annotation.get("iscrowd") or 0
+        if not has_ids:
+            fields["id"] = index + 1
+        if annotation.get("ignore", 0) != 0:
+            # Detectron2 refuses it; a crowd, too, is neither trained on nor counted
+            fields["iscrowd"] = int(bool(annotation["ignore"] or fields["iscrowd"]))
+            fields["ignore"] = 0
+        if is_wrong[index]:
+            fields["area"] = areas[index]
+        if unlabeled:
+            keypoints = annotation.get("keypoints") or unlabeled
+            fields["keypoints"] = keypoints
+            fields["num_keypoints"] = sum(visibility > 0 for visibility in keypoints[2::3])
+        completed.append(fields)
+    return completed
+
+
+def _areas(content: Any) -> tuple[list[float], np.ndarray]:
+    """Return the area of each annotation's mask, else box, and whether the given one is wrong."""
+    annotations = content["annotations"]
+    sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
+    image_sizes = [sizes.get(annotation["image_id"], (0, 0)) for annotation in annotations]
+    masks = mask_boxes([a.get("segmentation") for a in annotations], image_sizes)[1]
+
+    sides = np.array([annotation["bbox"][2:] for annotation in annotations], float)
+    boxes = sides.reshape(-1, 2).prod(axis=1)
+    if not np.isfinite(boxes).all():
+        raise ValueError("bbox: not finite")
+
+    given = np.array([annotation.get("area") for annotation in annotations], float)
+    is_crowd = np.array([bool(annotation.get("iscrowd")) for annotation in annotations], bool)
+    return np.where(masks > 0, masks, boxes).tolist(), wrong_areas(
+        given, boxes, masks
+    ) & ~is_crowd
+
+
+def replaced_values(
+    annotations: Sequence[dict[str, Any]], completed: Sequence[dict[str, Any]]
+) -> dict[str, list[Any]]:
+    """Return the ids of annotations whose given value of a field was replaced, by field."""
+    replaced: dict[str, list[Any]] = {"area": [], "num_keypoints": [], "id": []}
+    for annotation, right in zip(annotations, completed, strict=True):
+        for field, ids in replaced.items():
+            if field in annotation and annotation[field] != right.get(field, annotation[field]):
+                ids.append(annotation.get("id"))
+    return replaced
+
+
+def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
+    """Split the images of a COCO file by the hashes of their file names into training and validation.
+
+    A hash, as a number from 0 to 1, below ``val_fraction`` means validation. So an image stays on its side when others
+    are added. Both parts have at least one image; fewer than two images are a DataError.
+    """
+    try:
+        places = {image["id"]: _place(image["file_name"]) for image in content["images"]}
+        # an annotation of an unknown image stays in the training, whose check names it
+        owners = [places.get(a["image_id"], 1.0) for a in content["annotations"]]
+    except MALFORMED:
+        return content, content
+
+    ranked = sorted(set(places.values()))
+    if len(ranked) < 2:
+        raise DataError(
+            f"{len(ranked)} images cannot be split. Fix: give more images, or a second file (--val-json)."
+        )
+    border = min(max(val_fraction, ranked[1]), ranked[-1])
+
+    def part(in_val: bool) -> Any:
+        images = [i for i in content["images"] if (places[i["id"]] < border) is in_val]
+        pairs = zip(content["annotations"], owners, strict=True)
+        annotations = [annotation for annotation, place in pairs if (place < border) is in_val]
+        return {**content, "images": images, "annotations": annotations}
+
+    return part(False), part(True)
+
+
+def _place(file_name: str) -> float:
+    """Return a number from 0 to 1 that follows from a file name."""
+    digest = hashlib.sha256(file_name.encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def content_to_records(content: Any, image_root: str) -> list[dict[str, Any]]:
+    """Return Detectron2's records of a COCO content, as its ``load_coco_json`` reads them from a file.
+
+    Source: docs of Detectron2, "Use Custom Datasets". A second parse of a file of COCO's size takes a minute.
+    """
+    indices = {number: index for index, number in enumerate(sorted(category_names(content)))}
+    by_image: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for annotation in content["annotations"]:
+        record = _object_record(annotation)
+        if record is not None:
+            record["category_id"] = indices[annotation["category_id"]]
+            by_image[annotation["image_id"]].append(record)
+
+    return [
+        {
+            "file_name": os.path.join(image_root, image["file_name"]),
+            "height": image["height"],
+            "width": image["width"],
+            "image_id": image["id"],
+            "annotations": by_image[image["id"]],
+        }
+        for image in sorted(content["images"], key=lambda image: image["id"])
+    ]
+
+
+def _object_record(annotation: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the record of an object; None, as in Detectron2, if its polygons are all invalid."""
+    record = {field: annotation[field] for field in _RECORD_FIELDS if field in annotation}
+    record["bbox_mode"] = BoxMode.XYWH_ABS
+
+    mask = annotation.get("segmentation")
+    if isinstance(mask, dict) and isinstance(mask["counts"], list):
+        mask = mask_util.frPyObjects(mask, *mask["size"])
+    elif isinstance(mask, list) and mask:
+        mask = [polygon for polygon in mask if is_polygon(polygon)]
+        if not mask:
+            return None
+    if mask:
+        record["segmentation"] = mask
+
+    if annotation.get("keypoints"):
+        # COCO's are pixel indices, Detectron2's are coordinates
+        record["keypoints"] = [
+            value if index % 3 == 2 else value + 0.5
+            for index, value in enumerate(annotation["keypoints"])
+        ]
+    return record
+
+
+def records_to_content(
+    records: Sequence[dict], classes: Sequence[str] | None, *, evaluated: bool
+) -> Any:
+    """Describe the records of a dataset that is a Python function as a COCO content.
+
+    Returns None if the records have no annotated sizes and boxes in pixels, e.g. for another task. DataError: a record
+    lacks a field that an evaluation reads.
+    """
+    if evaluated and classes is None:
+        raise DataError("no class names. Fix: set thing_classes of its metadata.")
+
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    for number, record in enumerate(records):
+        missing = {"file_name", "height", "width", "image_id"} - record.keys()
+        if missing and evaluated:
+            raise DataError(
+                f"record {number}: has no {', '.join(sorted(missing))}, which the evaluation reads. Fix: add it to the "
+                "records."
+            )
+        if missing - {"image_id"} or "annotations" not in record:
+            return None
+
+        image_id = record.get("image_id", number)
+        image = {field: record[field] for field in ("file_name", "height", "width")}
+        images.append({**image, "id": image_id})
+        for annotation in record["annotations"]:
+            box = _xywh(annotation)
+            if box is None:
+                return None
+            place = {"id": len(annotations) + 1, "image_id": image_id, "bbox": box}
+            annotations.append({**annotation, **place})
+
+    if classes is None:
+        count = 1 + max((annotation["category_id"] for annotation in annotations), default=-1)
+        classes = [str(index) for index in range(count)]
+    categories = [{"id": index, "name": name} for index, name in enumerate(classes)]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    return complete_coco(content)[0]
+
+
+def _xywh(annotation: dict[str, Any]) -> list[float] | None:
+    """Return the box of an object as x, y, width, height; None if it has another format."""
+    mode, box = annotation.get("bbox_mode"), list(annotation["bbox"])
+    if mode == BoxMode.XYXY_ABS and len(box) == 4:  # BoxMode.convert would round to float32
+        x0, y0, x1, y1 = box
+        return [x0, y0, x1 - x0, y1 - y0]
+    return box if mode in (BoxMode.XYWH_ABS, BoxMode.XYXY_ABS) else None

@@ -1,0 +1,125 @@
+"""What a run is asked for: flags become one object, which nothing changes afterwards."""
+
+import argparse
+import os
+from dataclasses import dataclass, field, fields
+
+from ...errors import ConfigError
+from ..dataset.datasets_yaml import check_fraction, existing_path, read_datasets
+from ..dataset.source import CocoDataset, CocoDatasets
+
+
+@dataclass(frozen=True)
+class DatasetFlags:
+    """The user's own datasets, as flags name them: ``--train-json`` and so on."""
+
+    train_json: str | None = None
+    train_images: str | None = None
+    val_json: str | None = None
+    val_images: str | None = None
+    val_fraction: float | None = None
+    dataset: str | None = None  # begins the names of the datasets
+    datasets: str | None = None  # a yaml, in place of the others
+
+    def read(self) -> CocoDatasets | None:
+        """Return the datasets that the flags name, or None without such flags."""
+        given = [
+            f"--{flag.name.replace('_', '-')}"
+            for flag in fields(self)
+            if flag.name != "datasets" and getattr(self, flag.name) is not None
+        ]
+        if self.datasets is not None:
+            if given:
+                listed = ", ".join(given)
+                raise ConfigError(
+                    f"--datasets: given together with {listed}. Fix: give one of the two."
+                )
+            return read_datasets(self.datasets)
+        if not given:
+            return None
+
+        if self.train_json is None and (self.val_json is None or self.val_fraction is not None):
+            raise ConfigError(f"{given[0]}: needs --train-json.")
+        if self.train_json is not None and (self.val_json is None) == (
+            self.val_fraction is None
+        ):
+            raise ConfigError(
+                "--train-json: needs either --val-json or --val-fraction, e.g. 0.1 for a tenth of the images"
+            )
+        train = self._read_side("train", self.train_json, self.train_images)
+        val = self._read_side("val", self.val_json, self.val_images)
+        return CocoDatasets(train, val)
+
+    def _read_side(
+        self, side: str, annotations: str | None, images: str | None
+    ) -> dict[str, CocoDataset]:
+        if (annotations is None) != (images is None):
+            missing = "json" if annotations is None else "images"
+            raise ConfigError(
+                f"--{side}-{missing}: not given. Fix: give --{side}-json and --{side}-images together."
+            )
+        if annotations is None or images is None:
+            return {}
+
+        val_fraction = self.val_fraction if side == "train" else None
+        if val_fraction is not None:
+            check_fraction(val_fraction, "--val-fraction")
+        dataset = CocoDataset(
+            existing_path(annotations, f"--{side}-json", os.path.isfile),
+            existing_path(images, f"--{side}-images", os.path.isdir),
+            val_fraction or 0.0,
+        )
+        name = "custom" if self.dataset is None else self.dataset
+        return {f"{name}_{side}": dataset}
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A training or an evaluation, as the flags of ``gw-detectron train`` and ``eval`` describe it.
+
+    Attributes:
+        config_file: a yaml, or a name of :func:`gw_detectron.config.shipped_configs`.
+        opts: config keys to change, as KEY, VALUE, KEY, VALUE, ...; values are text or Python values.
+        run: a run folder or a checkpoint, in place of ``config_file`` and, to evaluate, ``MODEL.WEIGHTS``.
+        eval_only: evaluate, instead of training.
+        resume: continue from the last checkpoint in ``OUTPUT_DIR``, or evaluate it.
+        overwrite: replace an earlier run in ``OUTPUT_DIR``.
+        auto: set keys by the training data, see :func:`gw_detectron.auto_config`.
+        epochs: passes over the images, in place of ``SOLVER.MAX_ITER``.
+        num_gpus: 0 runs on the CPU.
+        track: name of a tracker for metrics.
+        deterministic: use only deterministic operations of torch.
+        allow_partial, ignore_preflight: see :class:`gw_detectron.workbench.Trainer`.
+        data: the user's own datasets.
+    """
+
+    config_file: str = ""
+    opts: tuple = ()
+    run: str = ""
+    eval_only: bool = False
+    resume: bool = False
+    overwrite: bool = False
+    auto: bool = False
+    epochs: float | None = None
+    num_gpus: int = 1
+    track: str = ""
+    deterministic: bool = False
+    allow_partial: bool = False
+    ignore_preflight: bool = False
+    data: DatasetFlags = field(default_factory=DatasetFlags)
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace) -> "RunRequest":
+        """Take a request from parsed flags; flags of other programs are left out."""
+        flags = vars(args)
+        own = {f.name: flags[f.name] for f in fields(cls) if flags.get(f.name)}
+        own["opts"] = tuple(word for word in flags.get("opts") or () if word != "--")
+        own["num_gpus"] = flags.get("num_gpus", 1)
+        own["epochs"] = flags.get("epochs")
+        names = [f.name for f in fields(DatasetFlags)]
+        data = DatasetFlags(**{name: flags.get(name) for name in names})
+        return cls(**{**own, "data": data})
+
+    def changes(self, key: str) -> bool:
+        """Return whether the user has set a config key beside the yaml."""
+        return key in self.opts
