@@ -75,36 +75,39 @@ class Fingerprint:
         return np.sqrt(self.resized(shorter, longest).prod(axis=1))
 
 
-def read_fingerprint(content: Any) -> Fingerprint:
-    """Read the content of a COCO file; another format is a DataError."""
+def read_fingerprint(*contents: Any) -> Fingerprint:
+    """Read the contents of COCO files, which have the same classes; another format is a DataError."""
+    classes: list[str] = []
+    sizes: list[tuple[float, float]] = []
     rows: list[tuple[float, ...]] = []
     masks: Counter[str] = Counter()
-    crowds = 0
+    crowds = annotations = 0
     record: Any = "the lists images, annotations and categories"
     try:
-        names = {category["id"]: category["name"] for category in content["categories"]}
-        numbers = sorted(names)  # as Detectron2 counts classes
-        categories = {number: index for index, number in enumerate(numbers)}
+        for content in contents:
+            names = {category["id"]: category["name"] for category in content["categories"]}
+            numbers = sorted(names)  # as Detectron2 counts classes
+            categories = {number: index for index, number in enumerate(numbers)}
+            classes = max(classes, [names[number] for number in numbers], key=len)
 
-        images: dict[Any, int] = {}
-        sizes: list[tuple[float, float]] = []
-        for record in content["images"]:
-            images[record["id"]] = len(sizes)
-            sizes.append((float(record["width"]), float(record["height"])))
+            images: dict[Any, int] = {}
+            for record in content["images"]:
+                images[record["id"]] = len(sizes)
+                sizes.append((float(record["width"]), float(record["height"])))
 
-        annotations = content.get("annotations", [])
-        for record in annotations:
-            if record.get("iscrowd"):
-                crowds += 1
-                continue
-            image = images.get(record.get("image_id"), -1)
-            category = categories.get(record.get("category_id"), -1)
-            if image < 0 or category < 0:
-                continue
-            size = _clipped(record.get("bbox"), sizes[image])
-            if size is not None:
-                rows.append((*size, image, category))
-                masks[_mask_kind(record.get("segmentation"))] += 1
+            for record in content.get("annotations", ()):
+                annotations += 1
+                if record.get("iscrowd"):
+                    crowds += 1
+                    continue
+                image = images.get(record.get("image_id"), -1)
+                category = categories.get(record.get("category_id"), -1)
+                if image < 0 or category < 0:
+                    continue
+                size = _clipped(record.get("bbox"), sizes[image])
+                if size is not None:
+                    rows.append((*size, image, category))
+                    masks[_mask_kind(record.get("segmentation"))] += 1
     except MALFORMED as error:
         raise DataError(
             f"not in COCO format at {record!s:.80}: {type(error).__name__}: {error}"
@@ -112,34 +115,14 @@ def read_fingerprint(content: Any) -> Fingerprint:
 
     table = np.array(rows).reshape(-1, 4)
     return Fingerprint(
-        classes=[names[number] for number in numbers],
+        classes=classes,
         images=np.array(sizes).reshape(-1, 2),
         boxes=table[:, :2],
         image=table[:, 2].astype(int),
         category=table[:, 3].astype(int),
         masks=masks,
         crowds=crowds,
-        unusable=len(annotations) - crowds - len(rows),
-    )
-
-
-def merge_fingerprints(parts: Sequence[Fingerprint]) -> Fingerprint:
-    """Return the fingerprint of several files of the same classes."""
-    if len(parts) == 1:
-        return parts[0]
-    counts = [len(part.images) for part in parts]
-    offsets = np.cumsum([0, *counts[:-1]])
-    return Fingerprint(
-        classes=max((part.classes for part in parts), key=len),
-        images=np.concatenate([part.images for part in parts]),
-        boxes=np.concatenate([part.boxes for part in parts]),
-        image=np.concatenate(
-            [p.image + offset for p, offset in zip(parts, offsets, strict=True)]
-        ),
-        category=np.concatenate([part.category for part in parts]),
-        masks=sum((part.masks for part in parts), Counter[str]()),
-        crowds=sum(part.crowds for part in parts),
-        unusable=sum(part.unusable for part in parts),
+        unusable=annotations - crowds - len(rows),
     )
 
 

@@ -18,7 +18,7 @@ from ...config import anchor_strides, get_value, training_sides
 from ...errors import ConfigError, DataError
 from ...modeling.build import object_count_keys
 from ..images.reading import evenly_spread, is_deep
-from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, merge_fingerprints
+from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, read_fingerprint
 from .source import CocoDataset, CocoSource, open_coco, open_registered
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,9 @@ def apply_recipe(
         raise ConfigError(
             f"--epochs ({epochs:g}): not above 0. Fix: give e.g. 20 passes over the images."
         )
-    data = merge_fingerprints([source.fingerprint for source in sources])
+    data = sources[0].fingerprint
+    if len(sources) > 1:
+        data = read_fingerprint(*(source.content for source in sources))
     if not len(data.boxes):
         raise DataError(
             f"--auto: {len(data.images)} images have no object to learn from ({data.crowds} crowds, "

@@ -12,7 +12,6 @@ from gw_detectron.errors import DataError
 from gw_detectron.workbench.dataset.fingerprint import (
     anchor_shapes,
     best_overlaps,
-    merge_fingerprints,
     read_fingerprint,
 )
 
@@ -54,7 +53,7 @@ def test_objects_that_can_be_learned_are_counted():
 def test_files_of_one_training_are_added_up():
     other = {**CONTENT, "categories": [{"id": 4, "name": "car"}, {"id": 30, "name": "wheel"}]}
     other["annotations"] = [{"image_id": 3, "category_id": 30, "bbox": [1, 1, 5, 5]}]
-    found = merge_fingerprints([read_fingerprint(CONTENT), read_fingerprint(other)])
+    found = read_fingerprint(CONTENT, other)
     assert (found.per_image.tolist(), found.per_class.tolist()) == ([2, 1, 0, 1], [1, 3])
 
 

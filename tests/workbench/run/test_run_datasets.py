@@ -12,6 +12,7 @@ from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, PreflightError, UserError
 from gw_detectron.weights import StartWeights
 from gw_detectron.workbench.commands.train import run_here as main
+from gw_detectron.workbench.dataset import source
 from gw_detectron.workbench.run import Trainer
 from gw_detectron.workbench.run.checks import check_run
 
@@ -196,6 +197,33 @@ def test_flags_that_do_not_fit(tmp_path, photos, flags, named):
         config_of(
             arguments(tmp_path, *flags.format(photos / "photos", photos / "val.json").split())
         )
+
+
+@pytest.mark.parametrize("val", ["split", "file"])
+def test_a_start_parses_and_measures_each_file_once(
+    tmp_path, split_flags, train_flags, val_flags, monkeypatch, val
+):
+    parsed = []
+    loads = json.loads
+
+    def count(text, *args, **options):
+        content = loads(text, *args, **options)
+        if isinstance(content, dict) and "annotations" in content:
+            parsed.append(content)
+        return content
+
+    measured = []
+    read = source.read_fingerprint
+    monkeypatch.setattr(json, "loads", count)  # which json.load calls, too
+    monkeypatch.setattr(source, "read_fingerprint", lambda *c: measured.append(c) or read(*c))
+
+    flags = split_flags if val == "split" else [*train_flags, *val_flags]
+    trainer = Trainer(config_of(arguments(tmp_path, "--auto", *flags, MODEL__MASK_ON=False)))
+    with trainer._lock:
+        trainer.resume_or_load()
+        next(iter(trainer.data_loader))
+    assert len(parsed) == (1 if val == "split" else 2)
+    assert len(measured) == 2  # training and validation
 
 
 def test_another_split_is_refused_before_anything_is_written(
