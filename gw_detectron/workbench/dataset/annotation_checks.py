@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import DataError, summarize_names
-from .coco_content import MALFORMED, complete_annotations, is_match_id, replaced_values
+from .coco_content import (
+    LARGEST_ID,
+    MALFORMED,
+    complete_annotations,
+    is_match_id,
+    replaced_values,
+)
 from .geometry import (
     Flags,
     Floats,
@@ -223,6 +229,7 @@ def _check_images(reader: _Reader, images: Sequence[dict]) -> dict[Any, dict]:
                 f"image {image['id']}: has no pixels: its width or height is below 1"
             )
         os.fspath(image["file_name"])  # else a TypeError
+        _check_id(image["id"], "image")
 
     by_id = {image["id"]: image for image in images}
     if not by_id:
@@ -238,8 +245,16 @@ def _repeated(numbers: Iterable[Any]) -> list[Any]:
     return [number for number in counts for _ in range(counts[number] - 1)]
 
 
+def _check_id(number: Any, kind: str) -> None:
+    if isinstance(number, int) and abs(number) > LARGEST_ID:
+        raise DataError(
+            f"{kind} {number}: the id is above 2^53, which the evaluation cannot store. Fix: number them from 1."
+        )
+
+
 def _check_names(categories: Mapping[Any, Any]) -> None:
     for number, name in categories.items():
+        _check_id(number, "category")
         if not isinstance(name, str):
             raise DataError(
                 f"category {number}: name ({name!s:.80}) is not a string. Fix: put it in quotes."

@@ -20,7 +20,7 @@ from ...errors import DataError, summarize_names
 from .geometry import is_polygon, mask_boxes, wrong_areas
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-_LARGEST_ID = 2**53  # pycocotools stores the ids of matches as float64
+LARGEST_ID = 2**53  # pycocotools stores the ids of matches as float64
 _RECORD_FIELDS = ("iscrowd", "bbox", "keypoints", "category_id")
 
 
@@ -50,7 +50,7 @@ def category_names(content: Any) -> dict[int, str]:
 
 def is_match_id(number: Any) -> bool:
     """Return whether COCO's evaluation counts a match of an annotation with this id."""
-    return type(number) is int and 0 < number <= _LARGEST_ID
+    return type(number) is int and 0 < number <= LARGEST_ID
 
 
 def complete_coco(

@@ -32,11 +32,24 @@ def check_fit(
         yield from _low_limit(cfg, tested, "MODEL.RPN.POST_NMS_TOPK_TEST", "cannot be found")
         yield from _low_limit(cfg, trained, "MODEL.RPN.POST_NMS_TOPK_TRAIN", "are not proposed")
         yield from _low_batch(cfg, trained)
+    yield from _unused_images(cfg, trained)
     if trained:
         sides = training_sides(cfg)
         boxes = np.concatenate([data.resized(*sides) for data in trained.values()])
         yield from _other_sizes(cfg, np.sqrt(boxes.prod(axis=1)), tested)
         yield from _poor_anchors(cfg, boxes)
+
+
+def _unused_images(cfg: CfgNode, trained: Mapping[str, Fingerprint]) -> Iterator[str]:
+    if not cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS:
+        return
+    for name, data in trained.items():
+        empty = np.count_nonzero(data.per_image == 0)
+        if empty:
+            yield (
+                f"DATALOADER.FILTER_EMPTY_ANNOTATIONS (True): {empty} of {len(data.images)} images of {name} have no "
+                "object and are not trained on. Fix: set it to False to learn from them, against false alarms."
+            )
 
 
 def _low_batch(cfg: CfgNode, trained: Mapping[str, Fingerprint]) -> Iterator[str]:

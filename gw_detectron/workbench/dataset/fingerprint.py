@@ -12,6 +12,9 @@ import numpy as np
 from ...errors import DataError
 from .coco_content import MALFORMED
 
+#: score -> areas in pixels that it counts. Source: pycocotools, Params.setDetParams
+_AREA_RANGES = {"APs": (0, 32**2), "APm": (32**2, 96**2), "APl": (96**2, math.inf)}
+
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -24,6 +27,7 @@ class Fingerprint:
     classes: list[str]  # in the order of the category ids
     images: np.ndarray  # width and height of each image, (I, 2)
     boxes: np.ndarray  # width and height of each object's box in pixels of its image, (N, 2)
+    areas: np.ndarray  # area of each object as COCO's scores by size take it, (N)
     image: np.ndarray  # index of each object's image, (N)
     category: np.ndarray  # index of each object's class, (N)
     masks: Counter[str]  # number of objects by their segmentation: "polygon", "rle" or "none"
@@ -62,6 +66,16 @@ class Fingerprint:
         """Number of images with each class, (C)."""
         pairs = np.unique(self.image * max(1, len(self.classes)) + self.category)
         return np.bincount(pairs % max(1, len(self.classes)), minlength=len(self.classes))
+
+    def scored_objects(self, score: str) -> int:
+        """Return the number of objects that an AP counts, by its name: APs, APm, APl, AP-CLASS or another one."""
+        if score in _AREA_RANGES:
+            low, high = _AREA_RANGES[score]
+            return int(((self.areas >= low) & (self.areas <= high)).sum())
+        name = score.removeprefix("AP-")
+        if name != score and name in self.classes:
+            return int(self.per_class[self.classes.index(name)])
+        return len(self.boxes)
 
     def resized(self, shorter: float, longest: float) -> np.ndarray:
         """Return the boxes after ``ResizeShortestEdge`` of the images, (N, 2); ``shorter`` 0 resizes none."""
@@ -106,20 +120,22 @@ def read_fingerprint(*contents: Any) -> Fingerprint:
                     continue
                 size = _clipped(record.get("bbox"), sizes[image])
                 if size is not None:
-                    rows.append((*size, image, category))
+                    area = record.get("area") or size[0] * size[1]
+                    rows.append((*size, area, image, category))
                     masks[_mask_kind(record.get("segmentation"))] += 1
     except MALFORMED as error:
         raise DataError(
             f"not in COCO format at {record!s:.80}: {type(error).__name__}: {error}"
         ) from error
 
-    table = np.array(rows).reshape(-1, 4)
+    table = np.array(rows, float).reshape(-1, 5)
     return Fingerprint(
         classes=classes,
         images=np.array(sizes).reshape(-1, 2),
         boxes=table[:, :2],
-        image=table[:, 2].astype(int),
-        category=table[:, 3].astype(int),
+        areas=table[:, 2],
+        image=table[:, 3].astype(int),
+        category=table[:, 4].astype(int),
         masks=masks,
         crowds=crowds,
         unusable=annotations - crowds - len(rows),

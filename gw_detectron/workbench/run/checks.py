@@ -162,16 +162,26 @@ def _check_best_score(
     best = cfg.TEST.BEST
     if not best or cfg.TEST.EVAL_PERIOD <= 0 or not cfg.DATASETS.TEST:
         return
-    scores = _score_names(cfg, fingerprints)
+    scores = _scores(cfg, fingerprints)
     if best not in scores:
         report.errors.append(
             f"TEST.BEST ('{best}'): not a score of the evaluation. Fix: give one of {', '.join(scores)}."
         )
+        return
+    dataset, score = scores[best]
+    data = fingerprints.get(dataset)
+    if data is not None and not data.scored_objects(score):
+        report.errors.append(
+            f"TEST.BEST ('{best}'): {dataset} has no object that it counts, so it is never a number. "
+            "Fix: give a score of objects that are there."
+        )
 
 
-def _score_names(cfg: CfgNode, fingerprints: Mapping[str, Fingerprint]) -> list[str]:
-    """List the scores that an evaluation logs: dataset (of several), task, score."""
-    names = []
+def _scores(
+    cfg: CfgNode, fingerprints: Mapping[str, Fingerprint]
+) -> dict[str, tuple[str, str]]:
+    """Return dataset and score by the names that an evaluation logs: dataset (of several), task, score."""
+    found = {}
     for dataset in cfg.DATASETS.TEST:
         prefix = f"{dataset}/" if len(cfg.DATASETS.TEST) > 1 else ""
         classes = MetadataCatalog.get(dataset).get("thing_classes") or []
@@ -182,10 +192,11 @@ def _score_names(cfg: CfgNode, fingerprints: Mapping[str, Fingerprint]) -> list[
             if "AP" in scores and dataset in fingerprints:
                 detections = cfg.TEST.DETECTIONS_PER_IMAGE
                 scores.append(fingerprints[dataset].dense_score(task, detections))
-            names += [f"{prefix}{task}/{score}" for score in scores if score]
+            for score in filter(None, scores):
+                found[f"{prefix}{task}/{score}"] = (dataset, score)
     if cfg.TEST.LOSS:
-        names.append("validation/total_loss")
-    return names
+        found["validation/total_loss"] = ("", "")
+    return found
 
 
 def _tasks(cfg: CfgNode) -> list[str]:

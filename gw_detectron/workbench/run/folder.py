@@ -94,7 +94,7 @@ def check_output(
                 f"TEST.BEST (''): the run kept {BEST_CHECKPOINT} by a score, and commands would take it also later. "
                 "Fix: set TEST.BEST as in that run, or move the file elsewhere."
             )
-    elif resume and any(Path(folder).glob("*.pth")):
+    elif resume and any(path.name != BEST_CHECKPOINT for path in Path(folder).glob("*.pth")):
         report.errors.append(
             f"--resume: '{folder}/last_checkpoint', which names the checkpoint, is missing. "
             f"{_other_checkpoint(folder, start)}"
@@ -140,7 +140,8 @@ def stale_output(
     """
     patterns = list(_EVALUATION)
     if metrics:
-        patterns += [METRICS, f"inference/{BEST_PREDICTIONS}"]
+        # the best weights: of a run that was killed before its first checkpoint
+        patterns += [METRICS, f"inference/{BEST_PREDICTIONS}", BEST_CHECKPOINT]
     if everything:
         patterns += [*_RUN, *_FOLDERS]
 
