@@ -307,7 +307,10 @@ def _keypoint_faults(annotation: dict[str, Any], needs: DatasetNeeds) -> list[Fa
 
 def _check_evaluated_fields(content: Any, found: dict[Fault, list[Any]]) -> None:
     """Find wrong fields that pycocotools reads, in a file that is evaluated as it is."""
-    replaced = replaced_values(content["annotations"], complete_annotations(content))
+    counted = [annotation for annotation in content["annotations"] if not annotation["iscrowd"]]
+    replaced = replaced_values(
+        counted, complete_annotations({**content, "annotations": counted})
+    )
     found[AREA] += replaced["area"]
     found[COUNTS] += replaced["num_keypoints"]
     numbers = [annotation["id"] for annotation in content["annotations"]]
