@@ -2,6 +2,7 @@
 
 import functools
 import os
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,17 +196,27 @@ class _DatasetChecks:
 
 
 def _missing_files(root: str, images: Sequence[dict]) -> list[str]:
-    """Return the paths of images that do not exist."""
+    """Return the paths of images that do not exist, each with the file that it may mean."""
 
     # one listing per folder, because network disks are slow at a query per file
     @functools.cache
     def files(folder: str) -> set[str]:
         return set(os.listdir(folder)) if os.path.isdir(folder) else set()
 
-    paths = {os.path.join(root, image["file_name"]) for image in images}
-    return sorted(
-        path for path in paths if os.path.basename(path) not in files(os.path.dirname(path))
-    )
+    missing = []
+    for path in sorted({os.path.join(root, image["file_name"]) for image in images}):
+        folder, name = os.path.split(path)
+        if name in files(folder):
+            continue
+        folder, name = os.path.split(path.replace("\\", "/"))
+        similar = {_plain(file): file for file in files(folder)}.get(_plain(name))
+        missing.append(f"{path} (there is {similar!a})" if similar else path)
+    return missing
+
+
+def _plain(name: str) -> str:
+    """Return a file name without differences of case, and of accents as macOS and others write them."""
+    return unicodedata.normalize("NFC", name).casefold()
 
 
 def _place() -> str:
