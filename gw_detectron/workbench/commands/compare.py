@@ -6,8 +6,9 @@ from functools import partial
 from pathlib import Path
 
 from ..compare import PAGE, RECOMMENDED, Comparison, compare
-from ..console import check_folder, new_parser
+from ..console import check_folder
 from ..run.flags import DATASET_FLAGS, add_dataset_flags
+from .parsers import new_parser
 
 _NOTE = """\
 Each norm is trained from the same start with the same images. Short runs choose its learning rate; the better half goes

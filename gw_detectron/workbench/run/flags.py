@@ -5,7 +5,7 @@ import argparse
 from detectron2.engine import default_argument_parser
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 
-from ..console import RunParser, new_parser
+from ..commands.parsers import RunParser, new_parser
 from .logs import TRACKERS
 
 _NOTE = "Evaluation writes to OUTPUT_DIR/inference and leaves the training's log.txt and config.yaml untouched."

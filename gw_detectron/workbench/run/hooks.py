@@ -30,7 +30,7 @@ from ...norms.listing import is_synchronized
 from ...weights import RUN_RECORD, GWDetectionCheckpointer
 from ...weights.opening import BEST_CHECKPOINT
 from ...weights.reading import sha256_of
-from ..console import Interrupted, signals_handled
+from ..signals import TERMINATING, Interrupted, signals_handled
 from .folder import BEST_PREDICTIONS, PREDICTIONS
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class SignalHook(HookBase):
 
     def before_train(self) -> None:
         self._handlers.enter_context(
-            signals_handled(self._receive, signal.SIGTERM, signal.SIGINT)
+            signals_handled(self._receive, *TERMINATING, signal.SIGINT)
         )
 
     def before_step(self) -> None:

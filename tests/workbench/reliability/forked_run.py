@@ -22,6 +22,7 @@ from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.run import Trainer
 from gw_detectron.workbench.run import main as run_main
 from gw_detectron.workbench.run.processes import launch_from_args
+from gw_detectron.workbench.signals import TERMINATING
 
 from ...loggers import reset_loggers
 
@@ -143,14 +144,10 @@ def _run(work: Work, writing: int, reading: int, log: Path) -> None:
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         reset_loggers()  # those of earlier runs of the parent
         torch.set_num_threads(1)  # a pool of threads does not survive a fork
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # as in a fresh interpreter, not as pytest has set them
-            signal.signal(
-                number,
-                signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
-            )
+        # as in a fresh interpreter, not as pytest has set them
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in TERMINATING:
+            signal.signal(number, signal.SIG_DFL)
 
         def report(phase: str) -> None:
             os.write(writing, f"{phase}\n".encode())

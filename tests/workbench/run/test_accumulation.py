@@ -13,10 +13,10 @@ from detectron2.solver.build import maybe_add_gradient_clipping
 from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
 
-from gw_detectron.workbench.console import Interrupted
 from gw_detectron.workbench.run import Trainer
 from gw_detectron.workbench.run.optimizer import accumulated_step
 from gw_detectron.workbench.run.train import run_config
+from gw_detectron.workbench.signals import Interrupted
 
 from ...tiny_run import arguments
 from .distributed_cases import gradients, norm_config, record, relative, relative_norm

@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from gw_detectron.workbench.run.train import run_config
 from gw_detectron.workbench.run.training_data import build_training_data
 
 from ...tiny_run import arguments
+from ..reliability.forked_run import child, training
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 
@@ -87,6 +89,21 @@ def test_an_unexpected_error_keeps_its_traceback_in_the_log(tmp_path):
     with pytest.raises(RuntimeError, match="inconsistent tensor size"):
         trainer.train()
     assert "Traceback" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_training_goes_on_when_the_reader_of_its_output_has_ended(tmp_path):
+    def work(report):
+        reading, writing = os.pipe()
+        os.dup2(writing, sys.stdout.fileno())
+        os.close(writing)
+        os.close(reading)
+        training(arguments(tmp_path / "run", SOLVER__MAX_ITER=2, SOLVER__STEPS="()"))(report)
+
+    with child(work, tmp_path / "errors") as run:
+        assert run.wait() == 0, run.output()
+
+    assert "Error" not in run.output()
+    assert "Evaluated on" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_a_disk_full_during_a_checkpoint_leaves_the_earlier_one(tmp_path):

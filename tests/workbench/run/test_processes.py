@@ -14,20 +14,21 @@ from detectron2.utils import comm
 
 from gw_detectron.errors import ConfigError, NonFiniteError, PreflightError, UserError
 from gw_detectron.weights import StartWeights
-from gw_detectron.workbench.console import Interrupted, errors_reported
+from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.dataset import make_synthetic
 from gw_detectron.workbench.run import get_parser
 from gw_detectron.workbench.run.processes import in_all_processes, launch_from_args
 from gw_detectron.workbench.run.start import check_same_start
+from gw_detectron.workbench.signals import Interrupted
 
-from ...tiny_run import DATA, ROOT, environment, words
+from ...tiny_run import DATA, environment, words
 from ..reliability.forked_run import child
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo"
 )
 
-CASES = str(ROOT / "tests" / "engine" / "distributed_cases.py")
+CASES = str(Path(__file__).with_name("distributed_cases.py"))
 LIMIT = 280  # seconds for a whole run on a busy machine
 END = 90  # seconds within which all processes end after one of them has failed
 TWO_IMAGES_EACH = {"SOLVER__IMS_PER_BATCH": 4}

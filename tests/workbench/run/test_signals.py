@@ -19,6 +19,8 @@ from ..reliability.forked_run import CHECKPOINT, EVALUATION, STEP, child, traini
 
 LONG = {"SOLVER__MAX_ITER": 500, "SOLVER__STEPS": "()", "SOLVER__CHECKPOINT_PERIOD": 500}
 
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
+
 pytestmark = pytest.mark.usefixtures("small_dataset")
 
 
@@ -26,7 +28,7 @@ def train_long(folder, *flags, **overrides):
     return training(arguments(folder, *flags, **{**LONG, **overrides}))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), SIGNALS)
 def test_a_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, number, status):
     output = tmp_path / "run"
     with child(
@@ -108,13 +110,13 @@ def test_handlers_are_restored(tmp_path):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def test_ctrl_c_outside_a_training_is_one_line(capsys):
+@pytest.mark.parametrize(("number", "status"), SIGNALS)
+def test_a_signal_outside_a_training_is_one_line(capsys, number, status):
     with pytest.raises(SystemExit) as ended, errors_reported(), errors_reported():
-        raise KeyboardInterrupt
-    assert ended.value.code == 130 and capsys.readouterr().err.strip() == "Stopped by SIGINT."
-    with pytest.raises(SystemExit) as ended, errors_reported():
-        signal.raise_signal(signal.SIGTERM)
-    assert ended.value.code == 143 and capsys.readouterr().err.strip() == "Stopped by SIGTERM."
+        signal.raise_signal(number)
+
+    assert ended.value.code == status
+    assert capsys.readouterr().err.strip() == f"Stopped by {number.name}."
 
 
 @pytest.mark.slow
@@ -163,4 +165,4 @@ def test_two_processes_stop_after_the_same_step(small_dataset, tmp_path):
     assert read_weights_file(checkpoint).value["iteration"] == int(stops[0])
     assert run.returncode != 0
     ours = said.partition("torch/distributed/run.py")[0]  # torchrun shows its own traceback
-    assert "gw_detectron/engine" not in ours.partition("Stopped by")[2], said[-3000:]
+    assert "gw_detectron/workbench/run" not in ours.partition("Stopped by")[2], said[-3000:]
