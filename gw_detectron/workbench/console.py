@@ -22,7 +22,8 @@ _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal|exited un
 def errors_reported() -> Iterator[None]:
     """Report user errors, signals and a lack of memory without a traceback.
 
-    The exit status is 1, or 128 + the number of the signal: 143 (SIGTERM), 129 (SIGHUP), 130 (Ctrl-C).
+    The exit status is 1, or 128 + the number of the signal: 143 (SIGTERM), 129 (SIGHUP), 130
+    (Ctrl-C).
     """
     try:
         with (
@@ -58,8 +59,8 @@ def _describe(error: Exception) -> str | None:
         return f"out of memory: {first_line(error)}. Fix: use a smaller model, batch or image."
     if _LOST_WORKER.match(str(error)):
         return (
-            f"data loading: {first_line(error)}. Fix: see the reason above; if there is none, memory or "
-            "/dev/shm was full: lower DATALOADER.NUM_WORKERS."
+            f"data loading: {first_line(error)}. Fix: see the reason above; if there is none, "
+            "memory or /dev/shm was full: lower DATALOADER.NUM_WORKERS."
         )
     return None
 
@@ -82,8 +83,8 @@ def _rank() -> int:
 def safe_imports() -> Iterator[None]:
     """Keep the current folder out of ``sys.path`` of Python processes that the body starts.
 
-    ``multiprocessing`` starts its servers by ``python -c``, which would import a ``numbers.py`` of a
-    downloaded dataset in place of Python's own.
+    ``multiprocessing`` starts its servers by ``python -c``, which would import a ``numbers.py`` of
+    a downloaded dataset in place of Python's own.
     """
     earlier = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"

@@ -31,8 +31,9 @@ def signals_handled(
 ) -> Iterator[None]:
     """Handle signals in the body, then restore the earlier handlers.
 
-    Only the main thread of this process handles them, and no signal that is ignored (``nohup``). Forked
-    processes, such as data-loading workers, end at them as usual, but leave Ctrl-C to this process.
+    Only the main thread of this process handles them, and no signal that is ignored (``nohup``).
+    Forked processes, such as data-loading workers, end at them as usual, but leave Ctrl-C to this
+    process.
     """
     process = os.getpid()
     earlier = {}
@@ -75,8 +76,9 @@ def end_children(*, kill: bool) -> None:
 def obey_parent(worker: int) -> None:
     """Let a data-loading worker end at a SIGTERM of its parent only.
 
-    A scheduler sends its signal to all processes, and the trainer still needs the worker to finish the step.
-    Ignoring SIGTERM is not enough: at its end the parent's ``multiprocessing`` sends it, and waits for the worker.
+    A scheduler sends its signal to all processes, and the trainer still needs the worker to finish
+    the step. Ignoring SIGTERM is not enough: at its end the parent's ``multiprocessing`` sends it,
+    and waits for the worker.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATING)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Evaluation on the validation data: COCO's scores, also beyond its limit of detections, and the losses."""
+"""Evaluation on the validation data: COCO's scores, also beyond its limits, and the losses."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ from .randomness import VALIDATION, seed_generators
 
 log = logging.getLogger(__name__)
 
-# RetinaNet's, and up to v0.6 FCOS's: a running mean that scales the loss and is not in the model's state dict
+# RetinaNet's, and up to v0.6 FCOS's: a running mean that scales the loss, outside of the state dict
 LOSS_NORMALIZER = "loss_normalizer"
 
 
@@ -58,8 +58,8 @@ class DenseCOCOEvaluator(COCOEvaluator):
         if name and coco_eval is not None:
             results[name] = dense_average_precision(coco_eval, name)
             log.info(
-                "%s: images have up to %d objects of a class. AP, as COCO defines it, counts %d detections per image "
-                "and class: %.3f. %s counts more: %.3f.",
+                "%s: images have up to %d objects of a class. AP, as COCO defines it, counts %d "
+                "detections per image and class: %.3f. %s counts more: %.3f.",
                 iou_type,
                 self._fingerprint.most_of_a_class,
                 coco_eval.params.maxDets[-1],
@@ -84,7 +84,10 @@ def dense_average_precision(evaluation: Any, name: str) -> float:
 
 
 def build_coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEvaluator:
-    """Build the evaluator of objects; convert the records of a Python function anew, not from an earlier file."""
+    """Build the evaluator of objects.
+
+    The records of a Python function are converted anew, not taken from an earlier file.
+    """
     metadata = MetadataCatalog.get(name)
     if not metadata.get("json_file", CONVERTED).endswith(CONVERTED):
         return DenseCOCOEvaluator(name, output_dir=folder, **options)
@@ -123,7 +126,8 @@ def validation_losses(cfg: CfgNode, model: nn.Module, seed: int) -> dict[str, fl
         seed: of sampled anchors and regions.
 
     Returns:
-        ``validation/loss_cls`` and so on, and their sum ``validation/total_loss``; {} without annotations.
+        ``validation/loss_cls`` and so on, and their sum ``validation/total_loss``; {} without
+        annotations.
     """
     records = [
         record
@@ -156,7 +160,7 @@ def validation_losses(cfg: CfgNode, model: nn.Module, seed: int) -> dict[str, fl
             attributes.update(normalizer)
 
     totals: dict[str, float] = defaultdict(float)
-    for part in comm.all_gather(dict(sums)):  # of all processes; one may have no image
+    for part in comm.all_gather(sums):  # of all processes; one may have no image
         for name, value in part.items():
             totals[name] += value
     means = {f"validation/{name}": value / len(records) for name, value in totals.items()}

@@ -36,14 +36,18 @@ from .folder import BEST_PREDICTIONS, PREDICTIONS
 log = logging.getLogger(__name__)
 
 _REPEAT_SECONDS = 1.0  # torchrun sends a Ctrl-C of the terminal to its processes a second time
-_STABILIZE = "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set SOLVER.CLIP_GRADIENTS.ENABLED True"
+_STABILIZE = (
+    "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set "
+    "SOLVER.CLIP_GRADIENTS.ENABLED True"
+)
 
 
 class SignalHook(HookBase):
     """Stop at SIGTERM, SIGHUP or Ctrl-C with a checkpoint of the finished step.
 
-    The handler notes the signal, and :meth:`after_step` acts on it: all processes stop after the same step. In
-    an evaluation the handler stops at once. A second Ctrl-C stops without a checkpoint.
+    The handler notes the signal, and :meth:`after_step` acts on it: all processes stop after the
+    same step. In an evaluation the handler stops at once. A second Ctrl-C stops without a
+    checkpoint.
 
     Place it after the hooks whose state is in a checkpoint, and before the evaluation.
     """
@@ -104,7 +108,8 @@ class SignalHook(HookBase):
         if comm.is_main_process():
             config = shlex.quote(os.path.join(checkpointer.save_dir, "config.yaml"))
             stop.message += (
-                f" Iteration {finished} is finished; checkpoint '{checkpointer.get_checkpoint_file()}'. Continue with "
+                f" Iteration {finished} is finished; checkpoint "
+                f"'{checkpointer.get_checkpoint_file()}'. Continue with "
                 f"--resume --config-file {config}"
             )
             log.warning(stop.message)
@@ -117,8 +122,8 @@ class SignalHook(HookBase):
 class LossGuard:
     """Stop a training at a non-finite loss, and find the image or module behind it.
 
-    Each process checks its own batch, so the process with the broken image names it. The model is not its
-    ``DistributedDataParallel`` wrapper.
+    Each process checks its own batch, so the process with the broken image names it. The model is
+    not its ``DistributedDataParallel`` wrapper.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -148,18 +153,28 @@ class LossGuard:
         )
 
     def explain(self, autocast: bool = False) -> str:
-        """Describe where the last batch became non-finite; ``autocast`` runs the model in mixed precision, as then."""
+        """Describe where the last batch became non-finite.
+
+        Args:
+            autocast: run the model in mixed precision, as then.
+        """
         names = []
         for example in self._batch:
             name = str(example.get("file_name", "an image without a name"))
             if not _is_finite([example.get("image"), example.get("instances")]):
-                return f"The image {name} or its annotations have values that are NaN or infinite. Fix: repair it."
+                return (
+                    f"The image {name} or its annotations have values that are NaN or infinite. "
+                    "Fix: repair it."
+                )
             names.append(name)
 
         images = ", ".join(names)
         module = self._first_bad_module(autocast)
         if module:
-            return f"The first module with a non-finite output is {module}, for the images {images}. Fix: {_STABILIZE}."
+            return (
+                f"The first module with a non-finite output is {module}, for the images {images}. "
+                f"Fix: {_STABILIZE}."
+            )
         return f"All modules are finite. Fix: check the annotations of the images {images}."
 
     def _first_bad_module(self, autocast: bool) -> str:
@@ -176,9 +191,10 @@ class LossGuard:
 
         for module in labels:
             if is_synchronized(module):
-                module.eval()  # in training mode it would wait for processes that do not run the model again
+                # in training mode it would wait for processes that do not run the model again
+                module.eval()
 
-        # Any error ends this run, which only searches; its events must not be mixed with the training's.
+        # Any error ends this run, which only searches. Its events are not the training's.
         with (
             contextlib.suppress(Exception),
             register_module_forward_hook(note_bad),
@@ -203,15 +219,18 @@ def _is_finite(value: Any) -> bool:
 
 
 class TrainingEnded(BaseException):
-    """A training has ended before ``SOLVER.MAX_ITER``. Not an Exception, which Detectron2 logs as a failure."""
+    """A training has ended before ``SOLVER.MAX_ITER``.
+
+    It is not an Exception, which Detectron2 would log as a failure.
+    """
 
 
 class WeightAverage(HookBase):
-    """Average the weights of a model over its iterations, by torch's ``AveragedModel``, in ``averaged``.
+    """Average the weights of a model over its iterations in ``averaged``.
 
-    With d = ``SOLVER.EMA``, the decay after n iterations is min(d, (1 + n) / (10 + n)), so that a short run
-    forgets its first weights. Buffers, such as BN's statistics, are averaged alike. The model is without
-    DistributedDataParallel.
+    With d = ``SOLVER.EMA``, the decay after n iterations is min(d, (1 + n) / (10 + n)), so that a
+    short run forgets its first weights. Buffers, such as BN's statistics, are averaged alike. The
+    model is without DistributedDataParallel.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -228,7 +247,7 @@ class WeightAverage(HookBase):
         self._average.update_parameters(self._model)
 
     def start(self) -> None:
-        """Train from the weights that were loaded into the averaged model, as a checkpoint holds them."""
+        """Train from the weights that a checkpoint has given to the averaged model."""
         self._model.load_state_dict(self.averaged.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,16 +259,18 @@ class WeightAverage(HookBase):
 
 
 class BestWeights(BestCheckpointer):
-    """Keep the weights with the best ``TEST.BEST`` in ``model_best.pth``; end after ``TEST.PATIENCE`` evaluations.
+    """Keep the weights with the best ``TEST.BEST`` in ``model_best.pth``.
 
-    Their predictions are kept for a report. A resumed run repeats an evaluation whose score its checkpoint
-    lacks. A score that is not finite does not count for patience.
+    Their predictions are kept for a report. The training ends after ``TEST.PATIENCE`` evaluations
+    without a better score, not counting scores that are not finite. A resumed run repeats an
+    evaluation whose score its checkpoint lacks.
 
     Args:
         cfg: with ``TEST.BEST``; the losses, named ``validation/loss_cls`` and so on, are minimized.
         checkpointer: of the training.
         evaluations: hooks that log the scores; they come before this one.
-        at_end: hooks that come after ``SOLVER.MAX_ITER``, which a run that ends earlier does not reach.
+        at_end: hooks that come after ``SOLVER.MAX_ITER``, which a run that ends earlier does not
+        reach.
     """
 
     def __init__(
@@ -342,8 +363,8 @@ class BestWeights(BestCheckpointer):
             for hook in self._at_end:
                 hook._do_eval()
         raise TrainingEnded(
-            f"TEST.PATIENCE ({self._patience}): no better {self._val_metric} in {self._waited} evaluations. The run "
-            f"ends after iteration {self._last_iter}."
+            f"TEST.PATIENCE ({self._patience}): no better {self._val_metric} in {self._waited} "
+            f"evaluations. The run ends after iteration {self._last_iter}."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -353,7 +374,8 @@ class BestWeights(BestCheckpointer):
         """Continue, unless the run had another ``TEST.BEST`` or other validation files."""
         if state.get("data", self._data) != self._data:
             log.warning(
-                "TEST.BEST: the validation files have changed, so the next evaluation is the best one so far"
+                "TEST.BEST: the validation files have changed, so the next evaluation is the best "
+                "one so far"
             )
             if comm.is_main_process():  # a report would judge them by other images
                 self._best_predictions.unlink(missing_ok=True)
@@ -366,4 +388,4 @@ class BestWeights(BestCheckpointer):
 
 class _BestCheckpointer(GWDetectionCheckpointer):
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
-        """Leave the tag: a run is resumed from its last checkpoint, which has the training state."""
+        """Leave the tag: a run is resumed from its last checkpoint with the training state."""

@@ -37,7 +37,7 @@ _FILE_ONLY = {
 
 
 class _PlainFormatter(logging.Formatter):
-    """Leave out the colors of Detectron2's tables, and the traceback of an error that the user can fix."""
+    """Leave out the colors of tables, and the traceback of an error that the user can fix."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _ANSI.sub("", super().format(record))
@@ -69,7 +69,8 @@ class _ScreenHandler(logging.Handler):
 def log_to(folder: str) -> None:
     """Log to ``log.txt`` in a folder, and on the main process also to the screen.
 
-    An earlier run of this process is logged to no longer. Loggers that a script has set up keep their handlers.
+    An earlier run of this process is logged to no longer. Loggers that a script has set up keep
+    their handlers.
     """
     # Detectron2's RLE
     warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
@@ -108,8 +109,8 @@ def end_last_line(path: Path) -> None:
 class TrackerWriter(EventWriter):
     """Log scalars to the tracker ``TRACKER``, with the config of the run.
 
-    An error of the tracker does not end the run. A file in ``OUTPUT_DIR`` names the tracker's run, which a
-    resumed one continues. The tracker's own environment variables choose server and project
+    An error of the tracker does not end the run. A file in ``OUTPUT_DIR`` names the tracker's run,
+    which a resumed one continues. The tracker's own environment variables choose server and project
     (``WANDB_PROJECT``, ``TRACKIO_PROJECT``, ``MLFLOW_EXPERIMENT_NAME``).
     """
 

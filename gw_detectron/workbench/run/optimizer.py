@@ -22,7 +22,8 @@ def get_default_optimizer_params(
 ) -> Groups:
     """Return Detectron2's parameter groups with ``weight_decay_norm`` for every norm.
 
-    It takes the place of Detectron2's function of the same name, with the same arguments, in a LazyConfig.
+    It takes the place of Detectron2's function of the same name, with the same arguments, in a
+    LazyConfig.
     """
     groups = detectron2_optimizer_params(model, base_lr, weight_decay, **kwargs)
     return set_norm_decay(
@@ -36,8 +37,9 @@ def set_norm_decay(
     """Return parameter groups of an optimizer with one weight decay for every norm.
 
     Detectron2 has a fixed list of norm layers and gives the parameters of all other layers
-    ``SOLVER.WEIGHT_DECAY``, which rotations keep. The decay of biases takes precedence, as for BN and GN,
-    unless it is None. Groups whose decay does not change for any parameter stay as they are.
+    ``SOLVER.WEIGHT_DECAY``, which rotations keep. The decay of biases takes precedence, as for BN
+    and GN, unless it is None. Groups whose decay does not change for any parameter stay as they
+    are.
     """
     if decay is None:  # norms have the decay of other layers
         return groups
@@ -73,9 +75,10 @@ def _affine_parameters(model: nn.Module, *, biases: bool) -> set[nn.Parameter]:
 def accumulated_step(trainer: SimpleTrainer, batches: int) -> None:
     """Run one optimizer step with the mean gradient of k batches, in the precision of the trainer.
 
-    The gradient is g = sum_j grad(L_j / k), where L_j is the sum of the losses of batch j of k. Loss scaling,
-    gradient clipping and the exchange between processes happen once per step. Logged losses are means over the
-    batches, ``data_time`` is their sum. Detectron2's own ``run_step`` is the case k = 1.
+    The gradient is g = sum_j grad(L_j / k), where L_j is the sum of the losses of batch j of k.
+    Loss scaling, gradient clipping and the exchange between processes happen once per step. Logged
+    losses are means over the batches, ``data_time`` is their sum. Detectron2's own ``run_step`` is
+    the case k = 1.
     """
     device = next(trainer.model.parameters()).device.type
     mixed = isinstance(trainer, AMPTrainer)

@@ -20,7 +20,8 @@ from ..signals import Interrupted, end_children
 
 Main = Callable[[argparse.Namespace], object]
 
-# gloo raises a RuntimeError; its other messages are bugs, e.g. processes that call different operations
+# gloo raises a RuntimeError; its other messages are bugs, e.g. of processes that call different
+# operations
 _GLOO_CONNECTION_LOST = re.compile(
     r"gloo.*(closed by peer|reset by peer|broken pipe|timed out)", re.IGNORECASE
 )
@@ -30,9 +31,9 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def launch_from_args(main: Main, args: argparse.Namespace) -> None:
     """Run ``main(args)`` in every process that the flags or ``torchrun`` ask for.
 
-    Detectron2's flags work as there; processes are spawned, so ``main`` is a function at the top level of its
-    module. Under ``torchrun`` the processes already exist and only join: with nccl on GPUs, with gloo without a
-    GPU or with ``--num-gpus 0``.
+    Detectron2's flags work as there; processes are spawned, so ``main`` is a function at the top
+    level of its module. Under ``torchrun`` the processes already exist and only join: with nccl on
+    GPUs, with gloo without a GPU or with ``--num-gpus 0``.
     """
     with safe_imports(), _lost_processes_reported(args):
         if all(name in os.environ for name in _TORCHRUN_VARIABLES):
@@ -46,8 +47,8 @@ def _launch(main: Main, args: argparse.Namespace) -> None:
     spawns = args.num_gpus * args.num_machines > 1
     if spawns and torch.cuda.device_count() == 0:
         raise ConfigError(
-            f"--num-gpus {args.num_gpus}: this machine has no GPU. Fix: give --num-gpus 0; for several processes "
-            "on the CPU, run torchrun --nproc_per_node N SCRIPT --num-gpus 0 ..."
+            f"--num-gpus {args.num_gpus}: this machine has no GPU. Fix: give --num-gpus 0; for "
+            "several processes on the CPU, run torchrun --nproc_per_node N SCRIPT --num-gpus 0 ..."
         )
 
     try:
@@ -86,7 +87,8 @@ def _lost_processes_reported(args: argparse.Namespace) -> Iterator[None]:
             raise
         raise RunError(
             f"process group: another process ended, or did not answer for {args.dist_timeout} s: "
-            f"{first_line(error)}. Fix: see the error of that process; if it was only slow, raise --dist-timeout."
+            f"{first_line(error)}. Fix: see the error of that process; if it was only slow, raise "
+            "--dist-timeout."
         ) from error
 
 
@@ -94,8 +96,8 @@ def _lost_processes_reported(args: argparse.Namespace) -> Iterator[None]:
 def in_all_processes() -> Iterator[None]:
     """Continue only if the body, which must not wait for other processes, succeeds in all of them.
 
-    Else the first process in which it failed reports the error, and all end by SystemExit. A single process
-    raises it.
+    Else the first process in which it failed reports the error, and all end by SystemExit. A single
+    process raises it.
     """
     if comm.get_world_size() == 1:
         yield
@@ -116,7 +118,8 @@ def in_all_processes() -> Iterator[None]:
             report_error(message_of(failure))
         else:
             traceback.print_exception(failure)
-    comm.synchronize()  # a launcher ends all processes when the first one exits, so all wait for the report
+    # a launcher ends all processes when the first one exits, so all wait for the report
+    comm.synchronize()
     raise SystemExit(1)
 
 

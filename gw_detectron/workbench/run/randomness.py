@@ -1,6 +1,7 @@
 """Random numbers of a run: they follow from its seed and the place of their use.
 
-No generator state is carried from step to step, so evaluations, hooks, workers and restarts cannot shift it.
+No generator state is carried from step to step, so evaluations, hooks, workers and restarts cannot
+shift it.
 """
 
 import contextlib

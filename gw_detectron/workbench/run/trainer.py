@@ -1,4 +1,4 @@
-"""Detectron2's DefaultTrainer with exact resume, atomic checkpoints, COCO evaluation and diagnosed failures."""
+"""Detectron2's DefaultTrainer with exact resume, safe checkpoints and diagnosed failures."""
 
 import importlib.util
 import logging
@@ -67,20 +67,25 @@ _WEIGHTS_ONLY = (
 class Trainer(DefaultTrainer):
     """Detectron2's default trainer with COCO evaluation of boxes and masks.
 
-    Data errors name the image, a non-finite loss is diagnosed, checkpoints are written atomically and read safely, and
-    several processes also work on the CPU. An iteration is one optimizer step with ``SOLVER.ACCUMULATE`` batches.
+    Data errors name the image, a non-finite loss is diagnosed, checkpoints are written atomically
+    and read safely, and several processes also work on the CPU. An iteration is one optimizer step
+    with ``SOLVER.ACCUMULATE`` batches.
 
-    All random numbers follow from the seed of the run, which is ``SEED``, or random if that is negative. Checkpoints
-    store the seed and the position in the data: a resumed run equals an uninterrupted one. Not restored are the data of
-    an overridden :meth:`build_train_loader` and of PreciseBN.
+    All random numbers follow from the seed of the run, which is ``SEED``, or random if that is
+    negative. Checkpoints store the seed and the position in the data: a resumed run equals an
+    uninterrupted one. Not restored are the data of an overridden :meth:`build_train_loader` and of
+    PreciseBN.
 
-    Building it checks the run, locks ``OUTPUT_DIR`` until :meth:`train` ends, and writes the record of the run there.
+    Building it checks the run, locks ``OUTPUT_DIR`` until :meth:`train` ends, and writes the record
+    of the run there.
 
     Args:
         cfg: Detectron2's config with this package's keys.
-        resume: continue the run in ``OUTPUT_DIR``; None: if it has a checkpoint, :meth:`resume_or_load` may.
+        resume: continue the run in ``OUTPUT_DIR``; None: if it has a checkpoint,
+        :meth:`resume_or_load` may.
         overwrite: remove an earlier run from ``OUTPUT_DIR`` when the training starts.
-        allow_partial: accept weights that lack a part of the backbone or were trained with other norms.
+        allow_partial: accept weights that lack a part of the backbone or were trained with other
+        norms.
         ignore_preflight: log errors of the checks as warnings.
 
     Raises:
@@ -97,11 +102,12 @@ class Trainer(DefaultTrainer):
         allow_partial: bool = False,
         ignore_preflight: bool = False,
     ) -> None:
-        # DefaultTrainer's passes a GPU number to DistributedDataParallel also for a model on the CPU.
+        # DefaultTrainer's gives DistributedDataParallel a GPU number also for a model on the CPU.
         TrainerBase.__init__(self)
         if "COMPILE" not in cfg.MODEL:
             raise ConfigError(
-                "cfg: has no keys of this package. Fix: call gw_detectron.add_gw_config(cfg) after get_cfg()."
+                "cfg: has no keys of this package. Fix: call gw_detectron.add_gw_config(cfg) "
+                "after get_cfg()."
             )
         # the losses are computed with the default mapper
         leaves_loss_out = self._overrides("build_test_loader") and cfg.TEST.LOSS
@@ -200,9 +206,10 @@ class Trainer(DefaultTrainer):
     def build_evaluator(
         cls, cfg: CfgNode, dataset_name: str, output_folder: str | None = None
     ) -> DatasetEvaluator:
-        """Build the evaluators of what the model predicts: boxes, masks, keypoints, semantic and panoptic masks.
+        """Build the evaluators of boxes, masks, keypoints, semantic and panoptic masks.
 
-        Predictions are written to ``output_folder``, which is ``inference`` in ``OUTPUT_DIR`` if None.
+        Predictions are written to ``output_folder``, which is ``inference`` in ``OUTPUT_DIR`` if
+        None.
         """
         problem = wrong_evaluator(cfg, dataset_name)
         if problem:
@@ -229,8 +236,8 @@ class Trainer(DefaultTrainer):
             evaluators.append(COCOPanopticEvaluator(dataset_name, folder))
         else:
             log.warning(
-                "panopticapi is not installed: panoptic quality (PQ) is not computed, only its parts. "
-                "Fix: pip install git+https://github.com/cocodataset/panopticapi.git"
+                "panopticapi is not installed: panoptic quality (PQ) is not computed, only its "
+                "parts. Fix: pip install git+https://github.com/cocodataset/panopticapi.git"
             )
         return DatasetEvaluators(evaluators)
 
@@ -277,7 +284,8 @@ class Trainer(DefaultTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         state = TrainerBase.state_dict(self)
-        # In v0.6 DefaultTrainer saves no optimizer, whose momentum a resumed run needs; HEAD saves it by this name.
+        # In v0.6 DefaultTrainer saves no optimizer, whose momentum a resumed run needs; HEAD saves
+        # it by this name.
         state["_trainer"] = self._trainer.state_dict()
         state["seed"] = self.record.seed
         if hasattr(self._loss_guard.model, LOSS_NORMALIZER):
@@ -296,6 +304,7 @@ class Trainer(DefaultTrainer):
                 log.warning(
                     "--resume: no optimizer state in the checkpoint: the momentum starts from zero"
                 )
+
             if LOSS_NORMALIZER in state_dict:
                 value = float(state_dict[LOSS_NORMALIZER])
                 setattr(self._loss_guard.model, LOSS_NORMALIZER, value)
@@ -303,14 +312,16 @@ class Trainer(DefaultTrainer):
             self._load_data_position(state_dict)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"--resume: the training state of the checkpoint does not fit this config: {error}. SOLVER or "
-                f"MODEL.BACKBONE.FREEZE_AT differ, or other software wrote it. Fix: {_WEIGHTS_ONLY}"
+                "--resume: the training state of the checkpoint does not fit this config: "
+                f"{error}. SOLVER or MODEL.BACKBONE.FREEZE_AT differ, or other software wrote it. "
+                f"Fix: {_WEIGHTS_ONLY}"
             ) from error
 
     def _load_seed(self, seed: int | None) -> None:
         if seed is None:
             log.warning(
-                "--resume: the checkpoint has no seed: random numbers differ from an uninterrupted run's"
+                "--resume: the checkpoint has no seed: random numbers differ from an "
+                "uninterrupted run's"
             )
         elif self._draws_seed:
             self.record.seed = int(seed)
@@ -324,7 +335,8 @@ class Trainer(DefaultTrainer):
     def _load_data_position(self, state: dict[str, Any]) -> None:
         if not isinstance(self.data_loader, TrainingData):
             log.warning(
-                "--resume: the training data start from the beginning: build_train_loader stores no position"
+                "--resume: the training data start from the beginning: build_train_loader stores "
+                "no position"
             )
             return
         self.data_loader.seed = self.record.seed

@@ -31,8 +31,8 @@ _ATTEMPTS = 100  # images to try in place of one that the mapper rejects
 def build_training_data(cfg: CfgNode, mapper: Mapper) -> Any:
     """Build :class:`TrainingData`, or Detectron2's own loader, whose position cannot be stored.
 
-    Detectron2's is for datasets that are not lists of records, or have no ``width`` and ``height`` for
-    grouping by aspect ratio.
+    Detectron2's is for datasets that are not lists of records, or have no ``width`` and ``height``
+    for grouping by aspect ratio.
 
     Args:
         mapper: makes an example of a record, or returns None to try another one.
@@ -51,9 +51,9 @@ def build_training_data(cfg: CfgNode, mapper: Mapper) -> Any:
 class TrainingData:
     """Infinite batches of training examples, as Detectron2's loader yields them.
 
-    An example depends on the seed and its position in the stream of samples, not on workers or on earlier
-    examples. A restored iterator yields the batches of an uninterrupted one for any number of workers. Skipped
-    images are not read. Restore before the first batch is taken.
+    An example depends on the seed and its position in the stream of samples, not on workers or on
+    earlier examples. A restored iterator yields the batches of an uninterrupted one for any number
+    of workers. Skipped images are not read. Restore before the first batch is taken.
     """
 
     def __init__(self, cfg: CfgNode, records: list[dict], mapper: Mapper) -> None:
@@ -76,8 +76,8 @@ class TrainingData:
         self._batch_size, rest = divmod(cfg.SOLVER.IMS_PER_BATCH, processes)
         if self._batch_size < 1 or rest:
             raise ConfigError(
-                f"SOLVER.IMS_PER_BATCH ({cfg.SOLVER.IMS_PER_BATCH}): {processes} processes cannot share it evenly. "
-                f"Fix: give a multiple of {processes}."
+                f"SOLVER.IMS_PER_BATCH ({cfg.SOLVER.IMS_PER_BATCH}): {processes} processes cannot "
+                f"share it evenly. Fix: give a multiple of {processes}."
             )
 
         wide = [grouping and record["width"] > record["height"] for record in records]
@@ -88,7 +88,7 @@ class TrainingData:
         return {"batches": self.batches, "order": self._order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batches of a checkpoint, or after as many images with another batch size."""
+        """Continue after the batches of a checkpoint, or as many images if their size differs."""
         stored = {**self._order, **state.get("order", {})}
         images = state["batches"] * stored["images_per_batch"]
         self.batches = images // self._order["images_per_batch"]
@@ -157,6 +157,6 @@ class _ExampleDataset(Dataset):
                 index = random.randrange(len(self._records))
 
         raise DataError(
-            f"DATASETS.TRAIN: the mapper returned None for {_ATTEMPTS} records in a row. Fix: correct the mapper or "
-            "remove the records it cannot use."
+            f"DATASETS.TRAIN: the mapper returned None for {_ATTEMPTS} records in a row. Fix: "
+            "correct the mapper or remove the records it cannot use."
         )
