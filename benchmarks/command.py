@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from gw_detectron.errors import check_minimum
-from gw_detectron.workbench.console import new_parser
+from gw_detectron.workbench.commands.parsers import new_parser
 
 from .environment import describe, select_device
 from .kernel_benchmark import SHAPES as KERNEL_SHAPES

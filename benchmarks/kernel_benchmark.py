@@ -19,7 +19,7 @@ from gw_detectron.ops.group_whitening.triton.launch import (
     tuned,
     tuning_for,
 )
-from gw_detectron.workbench.progress import progress_bar
+from gw_detectron.workbench.console import progress_bar
 
 from .compiled_kernels import compile_launch, compiler_tool, kernel_name, layer_launches
 from .layer_benchmark import Shape

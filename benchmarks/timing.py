@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gw_detectron.workbench.progress import progress_bar
+from gw_detectron.workbench.console import progress_bar
 
 #: untimed calls before the first timed one: libraries choose algorithms, kernels are compiled
 WARM_UP = 3

@@ -8,7 +8,8 @@ import importlib
 
 from tabulate import tabulate
 
-from gw_detectron.workbench.console import check_folder, errors_reported, new_parser
+from gw_detectron.workbench.commands.parsers import new_parser
+from gw_detectron.workbench.console import check_folder, errors_reported
 
 from .analysis_result import AnalysisResult
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gw_detectron.errors import ConfigError
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.workbench.progress import progress_bar
+from gw_detectron.workbench.console import progress_bar
 
 from . import add_random_arguments
 from .analysis_result import AnalysisResult, findings_of

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from gw_detectron.errors import ConfigError
-from gw_detectron.workbench.progress import progress_bar
+from gw_detectron.workbench.console import progress_bar
 
 from . import add_reduced, trained_detector
 from .analysis_result import AnalysisResult, findings_of

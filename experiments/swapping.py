@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from gw_detectron.errors import ConfigError
 from gw_detectron.ops.solvers import Solver
-from gw_detectron.workbench.progress import progress_bar
+from gw_detectron.workbench.console import progress_bar
 
 from . import add_random_arguments
 from .analysis_result import AnalysisResult

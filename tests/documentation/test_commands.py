@@ -18,7 +18,7 @@ import gw_detectron.workbench.commands
 from gw_detectron.config import default_config, flat_items, read_config
 from gw_detectron.norms import norm_options
 from gw_detectron.workbench.commands import COMMANDS
-from gw_detectron.workbench.console import MixedParser
+from gw_detectron.workbench.commands.parsers import MixedParser
 
 from .pages import PAGES, ROOT, commands, inline_commands, read
 

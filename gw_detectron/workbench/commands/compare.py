@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from ..compare import PAGE, RECOMMENDED, Comparison, compare
-from ..console import check_folder, new_parser
+from ..console import check_folder
+from .parsers import new_parser
 from .train import DATASET_FLAGS, add_dataset_flags
 
 _NOTE = """\

@@ -21,9 +21,10 @@ from ...weights import (
     open_start_weights,
     trained_classes,
 )
-from ..console import RunParser, check_folder, new_parser
+from ..console import check_folder
 from ..dataset.source import class_metadata, classes_of
 from ..export import FORMATS, Normalization, export_backbone, export_detector, read_image_for
+from .parsers import RunParser, new_parser
 
 _OF_BACKBONES = ("no_fpn", "pixels")
 _OF_DETECTORS = ("one_image", "paste_masks", "image")

@@ -15,7 +15,7 @@ from ...modeling import build_checked_model
 from ...norms import norm_options, norm_table
 from ...ops.solvers import SOLVERS
 from ...weights.network import full_name
-from ..console import new_parser, print_page
+from .parsers import new_parser
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -45,9 +45,9 @@ def get_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Print the list."""
     if args.kind == "configs":
-        print_page(_configs(args.words))
+        print(_configs(args.words))
     elif args.config_file:
-        print_page(norm_table(build_checked_model(read_config(args.config_file), "meta")))
+        print(norm_table(build_checked_model(read_config(args.config_file), "meta")))
     else:
         options = {name: ", ".join(keys) for name, keys in norm_options().items()}
         rows = [

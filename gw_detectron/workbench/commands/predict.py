@@ -12,8 +12,9 @@ from ...errors import ConfigError
 from ...weights import detector_file
 from ...weights.opening import BEST_CHECKPOINT
 from .. import predict as prediction
-from ..console import MixedParser, check_folder, new_parser
+from ..console import check_folder
 from ..predict.tiles import STATISTICS
+from .parsers import MixedParser, new_parser
 
 
 def get_parser() -> argparse.ArgumentParser:

@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 
 from ...errors import ConfigError
-from ..console import MixedParser, new_parser
 from ..report import PAGE, write_report
 from ..report.side_by_side import PAGE as RUNS
 from ..report.side_by_side import write_side_by_side
+from .parsers import MixedParser, new_parser
 
 
 def get_parser() -> argparse.ArgumentParser:

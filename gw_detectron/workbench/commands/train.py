@@ -5,11 +5,11 @@ import argparse
 from detectron2.engine import default_argument_parser
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 
-from ..console import RunParser, new_parser
 from ..run import train as runs
 from ..run.logs import TRACKERS
 from ..run.processes import launch_from_args
 from ..run.request import RunRequest
+from .parsers import RunParser, new_parser
 
 _NOTE = "Evaluation writes to OUTPUT_DIR/inference and leaves the training's log.txt and config.yaml untouched."
 _EXAMPLES = (

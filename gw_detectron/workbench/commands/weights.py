@@ -9,8 +9,8 @@ from ...weights import convert_file, detector_file
 from ...weights.network import PREPROCESSING
 from ...weights.records import describe_checkpoint, format_config, format_description
 from ...weights.verify import verify
-from ..console import new_parser, print_page
 from ..dataset import synthetic_images
+from .parsers import new_parser
 
 _NORM = "norm of the layers without running statistics, e.g. GW, GW:groups=32 or GN; needed if %s does not record it"
 
@@ -110,4 +110,4 @@ def _describe(args: argparse.Namespace) -> None:
     description = describe_checkpoint(
         detector_file(args.file) if os.path.isdir(args.file) else args.file
     )
-    print_page(format_config(description) if args.config else format_description(description))
+    print(format_config(description) if args.config else format_description(description))

@@ -290,7 +290,7 @@ def _schedule(recipe: _Recipe, data: Fingerprint, epochs: float | None) -> None:
     """Set the length by the number of images, and what depends on it."""
     images = len(data.images)
     if recipe.cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS:
-        images = np.count_nonzero(data.per_image)
+        images = int(np.count_nonzero(data.per_image))
     passes = epochs or float(np.clip(12 * math.sqrt(1000 / images), 12, 100))
     iterations = max(1, math.ceil(passes * images / recipe.batch))
     recipe.set("SOLVER.MAX_ITER", iterations, f"{passes:.3g} passes over {images:,} images")

@@ -24,7 +24,7 @@ from PIL import Image
 
 from ...atomic import atomic_folder
 from ...errors import ConfigError, DataError
-from ..progress import progress_bar
+from ..console import progress_bar
 from .polygons import to_coco
 from .scene import SHAPES, Scene
 

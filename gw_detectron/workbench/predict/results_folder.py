@@ -31,12 +31,12 @@ from ...errors import (
     is_out_of_memory,
 )
 from ...installation import require_packages
+from ..console import progress_bar
 from ..dataset.coco_content import complete_coco, read_json
 from ..dataset.datasets_yaml import existing_path
 from ..dataset.source import CocoDataset, CocoDatasets, register_datasets
 from ..images.drawing import draw_predictions, draw_record
 from ..images.reading import BROWSER_SUFFIXES, evenly_spread, read_image
-from ..progress import progress_bar
 from .image_sources import ImageSource
 from .open_predictor import Predictor
 from .tiles import TiledPredictor, shrunk

@@ -14,7 +14,7 @@ from torchvision.ops import box_iou
 
 from ...errors import ConfigError
 from ...layers import ImageStatistics
-from ..progress import progress_bar
+from ..console import progress_bar
 from .open_predictor import Predictor
 
 STATISTICS = ("image", "tile")

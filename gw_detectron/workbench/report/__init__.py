@@ -9,7 +9,7 @@ from matplotlib import rc_context
 from ...atomic import check_replaceable
 from ...errors import is_user_error
 from ...installation import require_packages
-from ..progress import progress_bar
+from ..console import progress_bar
 from .page import files_of, section_key, write_folder
 from .run_folder import RunFolder
 from .sections import SECTIONS, Section

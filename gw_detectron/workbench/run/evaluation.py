@@ -1,4 +1,4 @@
-"""Evaluation on the validation data: COCO's scores, also beyond its limit of detections, and the losses."""
+"""Evaluation on the validation data: COCO's scores, also beyond its limits, and the losses."""
 
 import contextlib
 import copy
@@ -6,7 +6,7 @@ import io
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -25,91 +25,113 @@ from torch import nn, no_grad
 
 from ...norms.names import norm_spec
 from ..dataset.fingerprint import read_fingerprint
+from ..dataset.source import opened
 from ..images.reading import ImageNamingMapper
 from .folder import CONVERTED
-from .training_data import VALIDATION, seed_generators
+from .randomness import VALIDATION, seed_generators
 
 log = logging.getLogger(__name__)
 
-# RetinaNet's, and up to v0.6 FCOS's: a running mean that scales the loss and is not in the model's state dict
+# RetinaNet's, and up to v0.6 FCOS's: a running mean that scales the loss, outside of the state dict
 LOSS_NORMALIZER = "loss_normalizer"
 
 
 class DenseCOCOEvaluator(COCOEvaluator):
-    """Detectron2's COCOEvaluator, with a second AP for images of many objects, see :meth:`Fingerprint.dense_score`."""
+    """Detectron2's COCOEvaluator, with a second AP for images of many objects.
+
+    It is that of :meth:`Fingerprint.dense_score`.
+    """
 
     def __init__(self, dataset_name: str, detections: int, **options: Any) -> None:
         super().__init__(dataset_name, **options)
         # faster-coco-eval takes only integers
-        self._use_fast_impl &= all(
-            isinstance(key, int) for key in (*self._coco_api.imgs, *self._coco_api.cats)
+        keys = (*self._coco_api.imgs, *self._coco_api.cats)
+        self._use_fast_impl &= all(isinstance(key, int) for key in keys)
+        source = opened(dataset_name)
+        self._fingerprint = (
+            source.fingerprint if source else read_fingerprint(self._coco_api.dataset)
         )
-        self._fingerprint = read_fingerprint(self._coco_api.dataset)
         self._detections = detections
 
     def _derive_coco_results(
         self, coco_eval: Any, iou_type: str, class_names: Sequence[str] | None = None
     ) -> dict:
         results = super()._derive_coco_results(coco_eval, iou_type, class_names)
+
         name = self._fingerprint.dense_score(iou_type, self._detections)
         if name and coco_eval is not None:
             results[name] = dense_average_precision(coco_eval, name)
             log.info(
-                "%s: images have up to %d objects of a class. AP, as COCO defines it, counts %d detections per image "
-                "and class: %.3f. %s counts more: %.3f.",
-                *(
-                    iou_type,
-                    self._fingerprint.most_of_a_class,
-                    coco_eval.params.maxDets[-1],
-                    results["AP"],
-                ),
-                *(name, results[name]),
+                "%s: images have up to %d objects of a class. AP, as COCO defines it, counts %d "
+                "detections per image and class: %.3f. %s counts more: %.3f.",
+                iou_type,
+                self._fingerprint.most_of_a_class,
+                coco_eval.params.maxDets[-1],
+                results["AP"],
+                name,
+                results[name],
             )
         return results
 
 
 def dense_average_precision(evaluation: Any, name: str) -> float:
     """Return the score ``name``, an AP@N, of an evaluation in percent."""
-    dense, dense.params = copy.copy(evaluation), copy.copy(evaluation.params)
+    dense = copy.copy(evaluation)
+    dense.params = copy.copy(evaluation.params)
     dense.params.maxDets = [int(name.partition("@")[2])]
     with contextlib.redirect_stdout(io.StringIO()):
         dense.evaluate()
         dense.accumulate()
+
     precision = dense.eval["precision"][:, :, :, 0, 0]  # of IoU, recall and class
     return 100 * float(precision[precision > -1].mean())
 
 
 def build_coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEvaluator:
-    """Build the evaluator of objects; convert the records of a Python function anew, not from an earlier file."""
+    """Build the evaluator of objects.
+
+    The records of a Python function are converted anew, not taken from an earlier file.
+    """
     metadata = MetadataCatalog.get(name)
-    if converts := metadata.get("json_file", CONVERTED).endswith(CONVERTED):
-        vars(metadata).pop("json_file", None)
-        objects = [
-            each
-            for record in DatasetCatalog.get(name)
-            for each in record.get("annotations", ())
-        ]
-        kept = [(each, list(each["keypoints"])) for each in objects if each.get("keypoints")]
-        convert_to_coco_json(
-            name, os.path.join(folder, f"{name}{CONVERTED}"), allow_cached=False
-        )
-        for (
-            each,
-            keypoints,
-        ) in kept:  # the conversion moves them by half a pixel, in the records of the function
-            each["keypoints"] = keypoints
+    if not metadata.get("json_file", CONVERTED).endswith(CONVERTED):
+        return DenseCOCOEvaluator(name, output_dir=folder, **options)
+
+    vars(metadata).pop("json_file", None)
+    with _keypoints_kept(DatasetCatalog.get(name)):
+        file = os.path.join(folder, f"{name}{CONVERTED}")
+        convert_to_coco_json(name, file, allow_cached=False)
     evaluator = DenseCOCOEvaluator(name, output_dir=folder, **options)
-    if converts:
-        vars(metadata).pop("json_file", None)
+    vars(metadata).pop("json_file", None)
     return evaluator
+
+
+@contextlib.contextmanager
+def _keypoints_kept(records: Sequence[dict]) -> Iterator[None]:
+    """Restore the keypoints of records, which Detectron2's conversion moves by half a pixel."""
+    annotations = [
+        annotation
+        for record in records
+        for annotation in record.get("annotations", ())
+        if annotation.get("keypoints")
+    ]
+    keypoints = [list(annotation["keypoints"]) for annotation in annotations]
+    yield
+    for annotation, points in zip(annotations, keypoints, strict=True):
+        annotation["keypoints"] = points
 
 
 def validation_losses(cfg: CfgNode, model: nn.Module, seed: int) -> dict[str, float]:
     """Compute the mean losses of the images in ``DATASETS.TEST``, resized as in evaluation.
 
-    Norms use their running statistics. The model, not its ``DistributedDataParallel``, is not changed. The seed is that
-    of sampled anchors and regions. The losses are named ``validation/loss_cls`` and so on, their sum
-    ``validation/total_loss``; without annotations there are none.
+    Norms use their running statistics. The model is not changed.
+
+    Args:
+        model: the detector, not its ``DistributedDataParallel``.
+        seed: of sampled anchors and regions.
+
+    Returns:
+        ``validation/loss_cls`` and so on, and their sum ``validation/total_loss``; {} without
+        annotations.
     """
     records = [
         record
@@ -119,6 +141,7 @@ def validation_losses(cfg: CfgNode, model: nn.Module, seed: int) -> dict[str, fl
     ]
     if not records:
         return {}
+
     mapper = DatasetMapper(
         cfg, True, augmentations=build_augmentation(cfg, False), recompute_boxes=False
     )
@@ -127,31 +150,37 @@ def validation_losses(cfg: CfgNode, model: nn.Module, seed: int) -> dict[str, fl
         mapper=ImageNamingMapper(mapper, cfg.INPUT.PERCENTILES),
         num_workers=cfg.DATALOADER.NUM_WORKERS,
     )
-    modes = {module: module.training for module in model.modules()}
-    normalizer = {name: value for name, value in vars(model).items() if name == LOSS_NORMALIZER}
+
     seed_generators(seed, VALIDATION, comm.get_rank())
+    attributes = vars(model)
+    normalizer = {name: attributes[name] for name in [LOSS_NORMALIZER] if name in attributes}
     sums: dict[str, float] = defaultdict(float)
+    with _computing_losses(model), no_grad(), EventStorage(1):
+        for batch in data:
+            for name, loss in model(batch).items():
+                sums[name] += float(loss)
+            # each image as if it came next
+            attributes.pop(LOSS_NORMALIZER, None)
+            attributes.update(normalizer)
+
+    totals: dict[str, float] = defaultdict(float)
+    for part in comm.all_gather(sums):  # of all processes; one may have no image
+        for name, value in part.items():
+            totals[name] += value
+    means = {f"validation/{name}": value / len(records) for name, value in totals.items()}
+    return {**means, "validation/total_loss": sum(means.values())}
+
+
+@contextlib.contextmanager
+def _computing_losses(model: nn.Module) -> Iterator[None]:
+    """Set a model to training mode, but its norms to evaluation mode; restore all modes."""
+    modes = {module: module.training for module in model.modules()}
     try:
         model.train()
         for module in modes:
             if norm_spec(module) is not None:
                 module.eval()
-        with no_grad(), EventStorage(1):
-            for batch in data:
-                for name, loss in model(batch).items():
-                    sums[name] += float(loss)
-                vars(model).pop(LOSS_NORMALIZER, None)  # each image as if it came next
-                vars(model).update(normalizer)
+        yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
-    parts = comm.all_gather(dict(sums))  # of all processes; one may have no image
-    means = {
-        name: sum(part.get(name, 0) for part in parts) / len(records)
-        for part in parts
-        for name in part
-    }
-    return {
-        f"validation/{name}": value
-        for name, value in {**means, "total_loss": sum(means.values())}.items()
-    }
+        for module, training in modes.items():
+            module.training = training

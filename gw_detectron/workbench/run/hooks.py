@@ -1,9 +1,8 @@
 """Hooks of a training: stop at a signal, explain a non-finite loss, keep the best weights."""
 
 import contextlib
-import functools
-import itertools
 import logging
+import math
 import os
 import shlex
 import shutil
@@ -23,6 +22,7 @@ from detectron2.structures import Instances
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ...atomic import atomic_write
@@ -30,86 +30,90 @@ from ...norms.listing import is_synchronized
 from ...weights import RUN_RECORD, GWDetectionCheckpointer
 from ...weights.opening import BEST_CHECKPOINT
 from ...weights.reading import sha256_of
-from ..console import Interrupted, signals_handled
+from ..signals import TERMINATING, Interrupted, signals_handled
 from .folder import BEST_PREDICTIONS, PREDICTIONS
 
 log = logging.getLogger(__name__)
 
 _REPEAT_SECONDS = 1.0  # torchrun sends a Ctrl-C of the terminal to its processes a second time
-_STABILIZE = "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set SOLVER.CLIP_GRADIENTS.ENABLED True"
+_STABILIZE = (
+    "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set "
+    "SOLVER.CLIP_GRADIENTS.ENABLED True"
+)
 
 
 class SignalHook(HookBase):
-    """Stop at SIGTERM or Ctrl-C with a checkpoint of the finished step.
+    """Stop at SIGTERM, SIGHUP or Ctrl-C with a checkpoint of the finished step.
 
-    The handler notes the signal, and :meth:`after_step` acts on it: all processes stop after the same step. In an
-    evaluation the handler stops at once. A second Ctrl-C stops without a checkpoint.
+    The handler notes the signal, and :meth:`after_step` acts on it: all processes stop after the
+    same step. In an evaluation the handler stops at once. A second Ctrl-C stops without a
+    checkpoint.
 
     Place it after the hooks whose state is in a checkpoint, and before the evaluation.
     """
 
     def __init__(self, checkpoint_period: int, eval_period: int = 0) -> None:
-        self.checkpoint_period, self.eval_period = checkpoint_period, eval_period
+        self.checkpoint_period = checkpoint_period
+        self.eval_period = eval_period
         self.received = 0
         self._received_at = 0.0
         self._evaluating = False
         self._handlers = contextlib.ExitStack()
 
     def before_train(self) -> None:
-        self._handlers.enter_context(
-            signals_handled(self._receive, signal.SIGTERM, signal.SIGINT)
-        )
+        handled = signals_handled(self._receive, *TERMINATING, signal.SIGINT)
+        self._handlers.enter_context(handled)
 
     def before_step(self) -> None:
         self._evaluating = False
 
     def after_step(self) -> None:
-        if number := max(comm.all_gather(self.received)):
+        number = max(comm.all_gather(self.received))
+        if number:
             self._stop(number)
+
         done = self.trainer.iter + 1
-        self._evaluating = (
-            self.eval_period > 0
-            and done % self.eval_period == 0
-            and done < self.trainer.max_iter
-        )
+        if self.eval_period > 0 and done < self.trainer.max_iter:
+            self._evaluating = done % self.eval_period == 0
 
     def after_train(self) -> None:
         self._handlers.close()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self.received:
-            if (
-                number == signal.SIGINT
-                and time.monotonic() - self._received_at > _REPEAT_SECONDS
-            ):
+            if number == signal.SIGINT and now - self._received_at > _REPEAT_SECONDS:
                 raise Interrupted(number, "Stopped by a second Ctrl-C, without a checkpoint.")
             return
-        self.received, self._received_at = number, time.monotonic()
+
+        self.received = number
+        self._received_at = now
         if self._evaluating:
             self._stop(number)
-        again = (
-            "; a second Ctrl-C stops at once, without a checkpoint"
-            if number == signal.SIGINT
-            else ""
-        )
-        log.warning("%s: stopping after this step%s", signal.Signals(number).name, again)
+
+        message = f"{signal.Signals(number).name}: stopping after this step"
+        if number == signal.SIGINT:
+            message += "; a second Ctrl-C stops at once, without a checkpoint"
+        log.warning(message)
 
     def _stop(self, number: int) -> None:
         """Write a checkpoint of the finished step unless there is one, and raise Interrupted."""
         self.received = number
-        stop, finished, checkpointer = (
-            Interrupted(number),
-            self.trainer.iter,
-            self.trainer.checkpointer,
-        )
+        finished = self.trainer.iter
+        checkpointer = self.trainer.checkpointer
         if (finished + 1) % self.checkpoint_period and finished + 1 < self.trainer.max_iter:
             checkpointer.save(f"model_{finished:07d}", iteration=finished)
+
+        stop = Interrupted(number)
         if comm.is_main_process():
+            config = shlex.quote(os.path.join(checkpointer.save_dir, "config.yaml"))
             stop.message += (
-                f" Iteration {finished} is finished; checkpoint '{checkpointer.get_checkpoint_file()}'. Continue with "
-                f"--resume --config-file {shlex.quote(os.path.join(checkpointer.save_dir, 'config.yaml'))}"
+                f" Iteration {finished} is finished; checkpoint "
+                f"'{checkpointer.get_checkpoint_file()}'. Continue with "
+                f"--resume --config-file {config}"
             )
             log.warning(stop.message)
+
         if not self._evaluating:
             comm.synchronize()  # a launcher ends all processes when the first one exits
         raise stop
@@ -118,8 +122,8 @@ class SignalHook(HookBase):
 class LossGuard:
     """Stop a training at a non-finite loss, and find the image or module behind it.
 
-    Each process checks its own batch, so the process with the broken image names it. The model is not its
-    ``DistributedDataParallel`` wrapper.
+    Each process checks its own batch, so the process with the broken image names it. The model is
+    not its ``DistributedDataParallel`` wrapper.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -134,58 +138,73 @@ class LossGuard:
     def _check(self, module: nn.Module, args: tuple, losses: Any) -> None:
         if not (module.training and torch.is_grad_enabled() and isinstance(losses, dict)):
             return
+
         # one synchronization with the device, where the heads have just caused several
-        if not torch.isfinite(sum(losses.values(), torch.zeros(()))).all():
-            bad = ", ".join(
-                f"{name}={loss.item():g}"
-                for name, loss in losses.items()
-                if not torch.isfinite(loss)
-            )
-            raise FloatingPointError(
-                f"the loss is not finite: {bad or 'the sum of all losses overflows'}"
-            )
+        if torch.isfinite(sum(losses.values(), torch.zeros(()))).all():
+            return
+
+        bad = ", ".join(
+            f"{name}={loss.item():g}"
+            for name, loss in losses.items()
+            if not torch.isfinite(loss)
+        )
+        raise FloatingPointError(
+            f"the loss is not finite: {bad or 'the sum of all losses overflows'}"
+        )
 
     def explain(self, autocast: bool = False) -> str:
-        """Describe where the last batch became non-finite; ``autocast`` runs the model in mixed precision, as then."""
-        names = [
-            str(example.get("file_name", "an image without a name")) for example in self._batch
-        ]
-        for name, example in zip(names, self._batch, strict=True):
+        """Describe where the last batch became non-finite.
+
+        Args:
+            autocast: run the model in mixed precision, as then.
+        """
+        names = []
+        for example in self._batch:
+            name = str(example.get("file_name", "an image without a name"))
             if not _is_finite([example.get("image"), example.get("instances")]):
-                return f"The image {name} or its annotations have values that are NaN or infinite. Fix: repair it."
+                return (
+                    f"The image {name} or its annotations have values that are NaN or infinite. "
+                    "Fix: repair it."
+                )
+            names.append(name)
+
         images = ", ".join(names)
-        if module := self._first_bad_module(autocast):
-            return f"The first module with a non-finite output is {module}, for the images {images}. Fix: {_STABILIZE}."
+        module = self._first_bad_module(autocast)
+        if module:
+            return (
+                f"The first module with a non-finite output is {module}, for the images {images}. "
+                f"Fix: {_STABILIZE}."
+            )
         return f"All modules are finite. Fix: check the annotations of the images {images}."
 
     def _first_bad_module(self, autocast: bool) -> str:
-        found: list[str] = []
+        labels = {
+            module: f"{name} ({type(module).__name__})"
+            for name, module in self.model.named_modules()
+            if module is not self.model
+        }
+        bad: list[str] = []
 
-        def note_bad(label: str, module: nn.Module, args: tuple, output: Any) -> None:
-            if not _is_finite(output):
-                found.append(label)
+        def note_bad(module: nn.Module, args: tuple, output: Any) -> None:
+            if module in labels and not _is_finite(output):
+                bad.append(labels[module])
 
-        for module in self.model.modules():
+        for module in labels:
             if is_synchronized(module):
-                module.eval()  # in training mode it would wait for processes that do not run the model again
-        # Any error ends this run, which only searches; its events must not be mixed with the training's.
+                # in training mode it would wait for processes that do not run the model again
+                module.eval()
+
+        # Any error ends this run, which only searches. Its events are not the training's.
         with (
-            contextlib.ExitStack() as observing,
             contextlib.suppress(Exception),
+            register_module_forward_hook(note_bad),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),  # compiled modules do not call new hooks
             EventStorage(),
             torch.autocast(next(self.model.parameters()).device.type, enabled=autocast),
         ):
-            for name, module in itertools.islice(
-                self.model.named_modules(), 1, None
-            ):  # without the model itself
-                label = f"{name} ({type(module).__name__})"
-                observing.enter_context(
-                    module.register_forward_hook(functools.partial(note_bad, label))
-                )
             self.model(self._batch)
-        return found[0] if found else ""
+        return bad[0] if bad else ""
 
 
 def _is_finite(value: Any) -> bool:
@@ -200,18 +219,23 @@ def _is_finite(value: Any) -> bool:
 
 
 class TrainingEnded(BaseException):
-    """A training has ended before ``SOLVER.MAX_ITER``. Not an Exception, which Detectron2 logs as a failure."""
+    """A training has ended before ``SOLVER.MAX_ITER``.
+
+    It is not an Exception, which Detectron2 would log as a failure.
+    """
 
 
 class WeightAverage(HookBase):
-    """Average the weights of a model over its iterations, by torch's ``AveragedModel``, in ``averaged``.
+    """Average the weights of a model over its iterations in ``averaged``.
 
-    With d = ``SOLVER.EMA``, the decay after n iterations is min(d, (1 + n) / (10 + n)), so that a short run forgets its
-    first weights. Buffers, such as BN's statistics, are averaged alike. The model is without DistributedDataParallel.
+    With d = ``SOLVER.EMA``, the decay after n iterations is min(d, (1 + n) / (10 + n)), so that a
+    short run forgets its first weights. Buffers, such as BN's statistics, are averaged alike. The
+    model is without DistributedDataParallel.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._model, self._decay = model, decay
+        self._model = model
+        self._decay = decay
         self._average = AveragedModel(model, multi_avg_fn=self._update, use_buffers=True)
         self.averaged: nn.Module = self._average.module
 
@@ -223,7 +247,7 @@ class WeightAverage(HookBase):
         self._average.update_parameters(self._model)
 
     def start(self) -> None:
-        """Train from the weights that were loaded into the averaged model, as a checkpoint holds them."""
+        """Train from the weights that a checkpoint has given to the averaged model."""
         self._model.load_state_dict(self.averaged.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,11 +259,18 @@ class WeightAverage(HookBase):
 
 
 class BestWeights(BestCheckpointer):
-    """Keep the weights with the best ``TEST.BEST`` in ``model_best.pth``; end after ``TEST.PATIENCE`` evaluations.
+    """Keep the weights with the best ``TEST.BEST`` in ``model_best.pth``.
 
-    Their predictions are kept for a report. A resumed run repeats an evaluation whose score its checkpoint lacks.
-    ``evaluations`` are the hooks that log the scores; they come before this one. Those ``at_end`` come after
-    ``SOLVER.MAX_ITER``, which a run that ends earlier does not reach.
+    Their predictions are kept for a report. The training ends after ``TEST.PATIENCE`` evaluations
+    without a better score, not counting scores that are not finite. A resumed run repeats an
+    evaluation whose score its checkpoint lacks.
+
+    Args:
+        cfg: with ``TEST.BEST``; the losses, named ``validation/loss_cls`` and so on, are minimized.
+        checkpointer: of the training.
+        evaluations: hooks that log the scores; they come before this one.
+        at_end: hooks that come after ``SOLVER.MAX_ITER``, which a run that ends earlier does not
+        reach.
     """
 
     def __init__(
@@ -252,83 +283,109 @@ class BestWeights(BestCheckpointer):
         record = checkpointer.checkpointables[RUN_RECORD]
         best = _BestCheckpointer(checkpointer.model, cfg.OUTPUT_DIR, **{RUN_RECORD: record})
         best.path_manager = checkpointer.path_manager
-        mode = "min" if cfg.TEST.BEST.endswith("loss") else "max"
+        # a dataset of this name has scores such as validation/bbox/AP
+        is_loss = cfg.TEST.BEST.rpartition("/")[0] == "validation"
         super().__init__(
             cfg.TEST.EVAL_PERIOD,
             best,
             cfg.TEST.BEST,
-            mode,
+            "min" if is_loss else "max",
             BEST_CHECKPOINT.removesuffix(".pth"),
         )
-        self._evaluations, self._at_end, self._patience = evaluations, at_end, cfg.TEST.PATIENCE
-        self._last_iter, self._waited = (
-            -1,
-            0,
-        )  # of the last evaluation; evaluations since the best one
+
+        self._evaluations = evaluations
+        self._at_end = at_end
+        self._patience = cfg.TEST.PATIENCE
+        self._last_iter = -1  # of the last evaluation
+        self._waited = 0  # evaluations since the best one
+        self._note_state()
+
         files = [MetadataCatalog.get(name).get("json_file") for name in cfg.DATASETS.TEST]
         self._data = [sha256_of(file) for file in files if file and os.path.isfile(file)]
+        self._best_predictions = Path(cfg.OUTPUT_DIR, "inference", BEST_PREDICTIONS)
 
     def before_train(self) -> None:
-        start = self.trainer.start_iter
-        self.trainer.iter = self.trainer.storage.iter = (
+        trainer = self.trainer
+        start = trainer.start_iter
+        trainer.iter = trainer.storage.iter = (
             start - 1
         )  # as after the last step of the checkpoint
-        # whose last evaluation came after its checkpoint
-        finished = self.trainer.checkpointer.get_checkpoint_file().endswith("model_final.pth")
-        if self._last_iter + 1 < start < self.trainer.max_iter and (
-            finished or start % self._period == 0
-        ):
+
+        # a finished run has written its checkpoint before its last evaluation
+        finished = trainer.checkpointer.get_checkpoint_file().endswith("model_final.pth")
+        was_due = finished or start % self._period == 0
+        if was_due and self._last_iter + 1 < start < trainer.max_iter:
             for hook in self._evaluations:
                 hook._do_eval()
             self._best_checking()
         else:
             self._check_patience(save=False)
-        self.trainer.iter = self.trainer.storage.iter = start
+        trainer.iter = trainer.storage.iter = start
 
     def _best_checking(self) -> None:
-        before, self._last_iter = self.best_iter, self.trainer.storage.iter
-        # the main process has scores; a stopped evaluation leaves an earlier one's scores
-        score = self.trainer.storage.latest().get(self._val_metric)
-        if comm.is_main_process() and (score is None or score[1] == self._last_iter):
+        best_before = self.best_iter
+        self._last_iter = self.trainer.storage.iter
+        # the main process has scores; an evaluation without this score leaves an earlier one
+        score, scored_iter = self.trainer.storage.latest().get(
+            self._val_metric, (math.nan, self._last_iter)
+        )
+        if comm.is_main_process() and scored_iter == self._last_iter:
             super()._best_checking()  # which warns where there is no such score
-        self._waited = 0 if self.best_iter != before else self._waited + (score is not None)
-        predictions = Path(self._checkpointer.save_dir, "inference", PREDICTIONS)
-        if self.best_iter != before and predictions.is_file():  # on the main process
-            with atomic_write(predictions.with_name(BEST_PREDICTIONS)) as temporary:
-                shutil.copyfile(predictions, temporary)
+
+        if self.best_iter != best_before:
+            self._waited = 0
+            self._keep_predictions()
+        elif math.isfinite(score):
+            self._waited += 1
+
+        # after the files: a run that is stopped before repeats the evaluation
+        self._note_state()
         self._check_patience(save=True)
 
+    def _note_state(self) -> None:
+        self._state = (self.best_metric, self.best_iter, self._last_iter, self._waited)
+
+    def _keep_predictions(self) -> None:
+        predictions = self._best_predictions.with_name(PREDICTIONS)
+        if predictions.is_file():
+            with atomic_write(self._best_predictions) as temporary:
+                shutil.copyfile(predictions, temporary)
+
     def _check_patience(self, *, save: bool) -> None:
+        """End the training if a better score has not come for long."""
         waited = comm.is_main_process() and 0 < self._patience <= self._waited
-        if self.trainer.iter + 1 >= self.trainer.max_iter or not any(comm.all_gather(waited)):
+        at_end = self.trainer.iter + 1 >= self.trainer.max_iter
+        if at_end or not any(comm.all_gather(waited)):
             return
+
         if save:
             self.trainer.checkpointer.save("model_final", iteration=self.trainer.iter)
             for hook in self._at_end:
                 hook._do_eval()
         raise TrainingEnded(
-            f"TEST.PATIENCE ({self._patience}): no better {self._val_metric} in {self._waited} evaluations. The run "
-            f"ends after iteration {self._last_iter}."
+            f"TEST.PATIENCE ({self._patience}): no better {self._val_metric} in {self._waited} "
+            f"evaluations. The run ends after iteration {self._last_iter}."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        values = (self.best_metric, self.best_iter, self._last_iter, self._waited)
-        return {self._val_metric: values, "data": self._data}
+        return {self._val_metric: self._state, "data": self._data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, unless the run had another ``TEST.BEST`` or other validation files."""
         if state.get("data", self._data) != self._data:
             log.warning(
-                "TEST.BEST: the validation files have changed, so the next evaluation is the best one so far"
+                "TEST.BEST: the validation files have changed, so the next evaluation is the best "
+                "one so far"
             )
             if comm.is_main_process():  # a report would judge them by other images
-                Path(self._checkpointer.save_dir, "inference", BEST_PREDICTIONS).unlink(
-                    missing_ok=True
-                )
-        elif values := state.get(self._val_metric):
-            self.best_metric, self.best_iter, self._last_iter, self._waited = values
+                self._best_predictions.unlink(missing_ok=True)
+        elif self._val_metric in state:
+            self.best_metric, self.best_iter, self._last_iter, self._waited = state[
+                self._val_metric
+            ]
+            self._note_state()
 
 
 class _BestCheckpointer(GWDetectionCheckpointer):
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
-        """Leave the tag: a run is resumed from its last checkpoint, which has the training state."""
+        """Leave the tag: a run is resumed from its last checkpoint with the training state."""

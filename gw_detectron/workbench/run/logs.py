@@ -1,4 +1,4 @@
-"""Screen output, log.txt, and experiment trackers."""
+"""Screen output, log.txt, metrics.json, and experiment trackers."""
 
 import importlib
 import logging
@@ -37,7 +37,7 @@ _FILE_ONLY = {
 
 
 class _PlainFormatter(logging.Formatter):
-    """Leave out the colors of Detectron2's tables, and the traceback of an error that the user can fix."""
+    """Leave out the colors of tables, and the traceback of an error that the user can fix."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _ANSI.sub("", super().format(record))
@@ -54,11 +54,10 @@ class _ScreenHandler(logging.Handler):
     """The messages that somebody reads while a run starts, printed above any progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if any(
-            record.name.startswith(name) and record.levelno < level
-            for name, level in _FILE_ONLY.items()
-        ):
-            return
+        for name, level in _FILE_ONLY.items():
+            if record.name.startswith(name) and record.levelno < level:
+                return
+
         record.prefix = f"{record.levelname}: " if record.levelno > logging.INFO else ""
         try:
             tqdm.write(self.format(record), file=sys.stdout)
@@ -70,22 +69,24 @@ class _ScreenHandler(logging.Handler):
 def log_to(folder: str) -> None:
     """Log to ``log.txt`` in a folder, and on the main process also to the screen.
 
-    An earlier run of this process is logged to no longer. Loggers that a script has set up keep their handlers.
+    An earlier run of this process is logged to no longer. Loggers that a script has set up keep
+    their handlers.
     """
-    warnings.filterwarnings(
-        "ignore", "The given NumPy array is not writable", UserWarning
-    )  # RLE in Detectron2
+    # Detectron2's RLE
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+
     rank = comm.get_rank()
-    path = os.path.join(folder, "log.txt" if rank == 0 else f"log.txt.rank{rank}")
-    file: logging.Handler = _FileHandler(path, encoding="utf-8")
+    path = os.path.join(folder, f"log.txt.rank{rank}" if rank else "log.txt")
+    file = _FileHandler(path, encoding="utf-8")
     file.setFormatter(
         _PlainFormatter("[%(asctime)s] %(name)s %(levelname)s: %(message)s", "%m/%d %H:%M:%S")
     )
-    handlers = [file]
+    handlers: list[logging.Handler] = [file]
     if rank == 0:
         screen = _ScreenHandler(logging.INFO)
         screen.setFormatter(_PlainFormatter("[%(asctime)s] %(prefix)s%(message)s", "%H:%M:%S"))
         handlers.append(screen)
+
     for logger in map(logging.getLogger, _LOGGERS):
         for handler in logger.handlers[:]:
             if isinstance(handler, (_FileHandler, _ScreenHandler)):
@@ -97,48 +98,70 @@ def log_to(folder: str) -> None:
             logger.setLevel(logging.DEBUG)
 
 
-class TrackerWriter(EventWriter):
-    """Log scalars to the tracker ``TRACKER``, with the config of the run. An error of the tracker does not end the run.
+def end_last_line(path: Path) -> None:
+    """End a line that a kill has cut off, so that it does not spoil the next record."""
+    content = path.read_bytes() if path.is_file() else b""
+    if content and not content.endswith(b"\n"):
+        with path.open("a") as file:
+            file.write("\n")
 
-    A file in ``OUTPUT_DIR`` names the tracker's run, which a resumed one continues. The tracker's own environment
-    variables choose server and project (``WANDB_PROJECT``, ``TRACKIO_PROJECT``, ``MLFLOW_EXPERIMENT_NAME``).
+
+class TrackerWriter(EventWriter):
+    """Log scalars to the tracker ``TRACKER``, with the config of the run.
+
+    An error of the tracker does not end the run. A file in ``OUTPUT_DIR`` names the tracker's run,
+    which a resumed one continues. The tracker's own environment variables choose server and project
+    (``WANDB_PROJECT``, ``TRACKIO_PROJECT``, ``MLFLOW_EXPERIMENT_NAME``).
     """
 
     def __init__(self, cfg: CfgNode) -> None:
-        name, folder = cfg.TRACKER, os.path.basename(os.path.abspath(cfg.OUTPUT_DIR))
+        name = cfg.TRACKER
         if name not in TRACKERS:
             raise ConfigError(
                 f"TRACKER ({name!r}): unknown. Fix: give one of {', '.join(TRACKERS)}."
             )
         require_packages(f"TRACKER ({name!r})", name)
-        tracker, self._last = importlib.import_module(name), -1
+
         file = Path(cfg.OUTPUT_DIR, f"{name}_run.txt")
         known = file.read_text() if file.is_file() else ""
         try:
-            if name == "mlflow":
-                known = tracker.start_run(run_id=known or None, run_name=folder).info.run_id
-                tracker.log_text(cfg.dump(), "config.yaml")
-                self._log, self._finish = tracker.log_metrics, tracker.end_run
-            else:
-                known = known or f"{folder}-{secrets.token_hex(3)}"
-                project = os.environ.get(f"{name.upper()}_PROJECT", "gw_detectron")
-                options = {"id": known, "dir": cfg.OUTPUT_DIR} if name == "wandb" else {}
-                config = dict(flat_items(cfg))
-                run = tracker.init(
-                    project=project, name=known, config=config, resume="allow", **options
-                )
-                self._log, self._finish = run.log, run.finish
+            start = self._start_mlflow if name == "mlflow" else self._start_other
+            known = start(cfg, known)
         except Exception as error:
             raise ConfigError(
                 f"TRACKER ({name!r}): does not start: {first_line(error)}."
             ) from error
         file.write_text(known)
+        self._last = -1
+
+    def _start_mlflow(self, cfg: CfgNode, known: str) -> str:
+        """Start or continue a run; return its identifier."""
+        tracker = importlib.import_module("mlflow")
+        run = tracker.start_run(run_id=known or None, run_name=_run_name(cfg))
+        tracker.log_text(cfg.dump(), "config.yaml")
+        self._log, self._finish = tracker.log_metrics, tracker.end_run
+        return run.info.run_id
+
+    def _start_other(self, cfg: CfgNode, known: str) -> str:
+        """Start or continue a run of wandb or trackio; return its name."""
+        name = known or f"{_run_name(cfg)}-{secrets.token_hex(3)}"
+        options = {"id": name, "dir": cfg.OUTPUT_DIR} if cfg.TRACKER == "wandb" else {}
+        run = importlib.import_module(cfg.TRACKER).init(
+            project=os.environ.get(f"{cfg.TRACKER.upper()}_PROJECT", "gw_detectron"),
+            name=name,
+            config=dict(flat_items(cfg)),
+            resume="allow",
+            **options,
+        )
+        self._log, self._finish = run.log, run.finish
+        return name
 
     def write(self) -> None:
         steps: dict[int, dict[str, float]] = defaultdict(dict)
         for name, (value, step) in get_event_storage().latest_with_smoothing_hint(20).items():
             if step > self._last:
                 steps[step][re.sub(r"[^\w\-./ ]", "_", name)] = value  # of MLflow's characters
+
         self._last = max(steps, default=self._last)
         for step in sorted(steps):
             self._try(self._log, steps[step], step=step)
@@ -153,3 +176,7 @@ class TrackerWriter(EventWriter):
             log.warning(
                 "TRACKER: metrics of iteration %d may be missing there: %s", self._last, error
             )
+
+
+def _run_name(cfg: CfgNode) -> str:
+    return os.path.basename(os.path.abspath(cfg.OUTPUT_DIR))

@@ -22,7 +22,8 @@ def get_default_optimizer_params(
 ) -> Groups:
     """Return Detectron2's parameter groups with ``weight_decay_norm`` for every norm.
 
-    It takes the place of Detectron2's function of the same name, with the same arguments, in a LazyConfig.
+    It takes the place of Detectron2's function of the same name, with the same arguments, in a
+    LazyConfig.
     """
     groups = detectron2_optimizer_params(model, base_lr, weight_decay, **kwargs)
     return set_norm_decay(
@@ -35,70 +36,77 @@ def set_norm_decay(
 ) -> Groups:
     """Return parameter groups of an optimizer with one weight decay for every norm.
 
-    Detectron2 has a fixed list of norm layers and gives the parameters of all other layers ``SOLVER.WEIGHT_DECAY``,
-    which rotations keep. The decay of biases takes precedence, as for BN and GN, unless it is None. Groups whose decay
-    does not change for any parameter stay as they are.
+    Detectron2 has a fixed list of norm layers and gives the parameters of all other layers
+    ``SOLVER.WEIGHT_DECAY``, which rotations keep. The decay of biases takes precedence, as for BN
+    and GN, unless it is None. Groups whose decay does not change for any parameter stay as they
+    are.
     """
     if decay is None:  # norms have the decay of other layers
         return groups
-    affine = {
+
+    affine = _affine_parameters(model, biases=bias_decay is None)
+    kept, split = [], []
+    for group in groups:
+        norms = [parameter for parameter in group["params"] if parameter in affine]
+        others = [parameter for parameter in group["params"] if parameter not in affine]
+
+        # checkpoints of Detectron2's trainer fit such groups
+        if not norms or group.get("weight_decay") == decay:
+            kept.append(group)
+        elif not others:
+            kept.append({**group, "weight_decay": decay})
+        else:
+            kept.append({**group, "params": others})
+            split.append({**group, "params": norms, "weight_decay": decay})
+    return kept + split
+
+
+def _affine_parameters(model: nn.Module, *, biases: bool) -> set[nn.Parameter]:
+    """Return the scales of all norms, and their shifts."""
+    return {
         parameter
         for layer in model.modules()
         if norm_spec(layer) is not None
         for name, parameter in layer.named_parameters(recurse=False)
-        if name != "bias" or bias_decay is None
+        if biases or name != "bias"
     }
-    old, new = [], []
-    for group in groups:
-        norms = [parameter for parameter in group["params"] if parameter in affine]
-        if (
-            not norms or group.get("weight_decay") == decay
-        ):  # checkpoints of Detectron2's trainer fit such groups
-            old.append(group)
-        elif len(norms) == len(group["params"]):
-            old.append({**group, "weight_decay": decay})
-        else:
-            old.append(
-                {
-                    **group,
-                    "params": [
-                        parameter for parameter in group["params"] if parameter not in affine
-                    ],
-                }
-            )
-            new.append({**group, "params": norms, "weight_decay": decay})
-    return old + new
 
 
 def accumulated_step(trainer: SimpleTrainer, batches: int) -> None:
     """Run one optimizer step with the mean gradient of k batches, in the precision of the trainer.
 
-    The gradient is g = sum_j grad(L_j / k), where L_j is the sum of the losses of batch j of k. Loss scaling, gradient
-    clipping and the exchange between processes happen once per step. Logged losses are means over the batches,
-    ``data_time`` is their sum. Detectron2's own ``run_step`` is the case k = 1.
+    The gradient is g = sum_j grad(L_j / k), where L_j is the sum of the losses of batch j of k.
+    Loss scaling, gradient clipping and the exchange between processes happen once per step. Logged
+    losses are means over the batches, ``data_time`` is their sum. Detectron2's own ``run_step`` is
+    the case k = 1.
     """
     device = next(trainer.model.parameters()).device.type
     mixed = isinstance(trainer, AMPTrainer)
     precision = getattr(trainer, "precision", None)  # after v0.6; None is the default
     scaler = trainer.grad_scaler if mixed else torch.amp.GradScaler(device, enabled=False)
-    without_exchange = getattr(
-        trainer.model, "no_sync", contextlib.nullcontext
-    )  # of DistributedDataParallel
+    # of DistributedDataParallel
+    without_exchange = getattr(trainer.model, "no_sync", contextlib.nullcontext)
+
     means: dict[str, Tensor] = {}
     data_time = 0.0
     trainer.optimizer.zero_grad()
+
     for remaining in reversed(range(batches)):
         start = time.perf_counter()
         data = next(trainer._data_loader_iter)
         data_time += time.perf_counter() - start
+
         with without_exchange() if remaining else contextlib.nullcontext():
             with torch.autocast(device, dtype=precision, enabled=mixed):
                 losses = trainer.model(data)
-            losses = {"total_loss": losses} if isinstance(losses, Tensor) else losses
+            if isinstance(losses, Tensor):
+                losses = {"total_loss": losses}
             losses = {name: loss / batches for name, loss in losses.items()}
             scaler.scale(sum(losses.values())).backward()
+
         for name, loss in losses.items():
             means[name] = means.get(name, 0) + loss.detach()
+
     trainer._write_metrics(means, data_time)
     scaler.step(trainer.optimizer)
     scaler.update()

@@ -1,10 +1,11 @@
-"""Detectron2's DefaultTrainer with exact resume, atomic checkpoints, COCO evaluation and diagnosed failures."""
+"""Detectron2's DefaultTrainer with exact resume, safe checkpoints and diagnosed failures."""
 
 import importlib.util
 import logging
 import os
 import weakref
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,18 +49,13 @@ from ..dataset.source import classes_of
 from ..images.augmentations import training_mapper
 from ..images.reading import ImageNamingMapper
 from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
-from .folder import earlier_run, remove_files, stale_output
+from .folder import METRICS, earlier_run, remove_files, stale_output
 from .hooks import BestWeights, LossGuard, SignalHook, TrainingEnded, WeightAverage
-from .logs import TrackerWriter
+from .logs import TrackerWriter, end_last_line
 from .optimizer import accumulated_step, set_norm_decay
+from .randomness import INITIAL_WEIGHTS, STEP, seed_generators
 from .start import check_same_start, start_run
-from .training_data import (
-    INITIAL_WEIGHTS,
-    STEP,
-    TrainingData,
-    build_training_data,
-    seed_generators,
-)
+from .training_data import TrainingData, build_training_data
 
 log = logging.getLogger(__name__)
 
@@ -71,20 +67,24 @@ _WEIGHTS_ONLY = (
 class Trainer(DefaultTrainer):
     """Detectron2's default trainer with COCO evaluation of boxes and masks.
 
-    Data errors name the image, a non-finite loss is diagnosed, checkpoints are written atomically and read safely, and
-    several processes also work on the CPU. An iteration is one optimizer step with ``SOLVER.ACCUMULATE`` batches.
+    Data errors name the image, a non-finite loss is diagnosed, checkpoints are written atomically
+    and read safely, and several processes also work on the CPU. An iteration is one optimizer step
+    with ``SOLVER.ACCUMULATE`` batches.
 
-    All random numbers follow from the seed of the run, which is ``SEED``, or random if that is negative. Checkpoints
-    store the seed and the position in the data: a resumed run equals an uninterrupted one. Not restored are the data of
-    an overridden :meth:`build_train_loader` and of PreciseBN.
+    All random numbers follow from the seed of the run, which is ``SEED``, or random if that is
+    negative. Checkpoints store the seed and the position in the data: a resumed run equals an
+    uninterrupted one. Not restored are the data of an overridden :meth:`build_train_loader` and of
+    PreciseBN.
 
-    Building it checks the run, locks ``OUTPUT_DIR`` until :meth:`train` ends, and writes the record of the run there.
+    Building it checks the run and locks ``OUTPUT_DIR`` until :meth:`train` ends, which writes the record
+    of the run there.
 
     Args:
         cfg: Detectron2's config with this package's keys.
-        resume: continue the run in ``OUTPUT_DIR``; None: if it has a checkpoint, :meth:`resume_or_load` may.
+        resume: continue the run in ``OUTPUT_DIR``; None: :meth:`resume_or_load` says it.
         overwrite: remove an earlier run from ``OUTPUT_DIR`` when the training starts.
-        allow_partial: accept weights that lack a part of the backbone or were trained with other norms.
+        allow_partial: accept weights that lack a part of the backbone or were trained with other
+        norms.
         ignore_preflight: log errors of the checks as warnings.
 
     Raises:
@@ -101,41 +101,40 @@ class Trainer(DefaultTrainer):
         allow_partial: bool = False,
         ignore_preflight: bool = False,
     ) -> None:
-        # DefaultTrainer's passes a GPU number to DistributedDataParallel also for a model on the CPU.
+        # DefaultTrainer's gives DistributedDataParallel a GPU number also for a model on the CPU.
         TrainerBase.__init__(self)
         if "COMPILE" not in cfg.MODEL:
             raise ConfigError(
-                "cfg: has no keys of this package. Fix: call gw_detectron.add_gw_config(cfg) after get_cfg()."
+                "cfg: has no keys of this package. Fix: call gw_detectron.add_gw_config(cfg) "
+                "after get_cfg()."
             )
-        names = ("build_evaluator", "build_test_loader")
-        own = [
-            name
-            for name in names
-            if getattr(type(self), name).__code__ is not getattr(Trainer, name).__code__
-        ]
-        if (
-            loss_left_out := "build_test_loader" in own and cfg.TEST.LOSS
-        ):  # computed with the default mapper
+        # the losses are computed with the default mapper
+        leaves_loss_out = self._overrides("build_test_loader") and cfg.TEST.LOSS
+        if leaves_loss_out:
             cfg = changed_config(cfg, {"TEST.LOSS": False})
+
         self._start = start_run(
             cfg,
             resume=resume,
             overwrite=overwrite,
             allow_partial=allow_partial,
             ignore_preflight=ignore_preflight,
-            own_evaluator="build_evaluator" in own,
+            own_evaluator=self._overrides("build_evaluator"),
         )
         self.start: StartWeights | None = self._start.weights
         self._resume = resume
-        if loss_left_out:
-            log.info(
-                "TEST.LOSS: left out, because %s overrides build_test_loader",
-                type(self).__name__,
-            )
+        if leaves_loss_out:
+            name = type(self).__name__
+            log.info("TEST.LOSS: left out, because %s overrides build_test_loader", name)
+
         self.allow_partial = allow_partial
-        with self._start.lock:
+        with self._start.lock as lock:
             self._build(cfg)
-            self._lock = self._start.lock.pop_all()
+            self._lock = lock.pop_all()
+
+    def _overrides(self, name: str) -> bool:
+        """Return whether a subclass has a method of its own."""
+        return getattr(type(self), name).__code__ is not getattr(Trainer, name).__code__
 
     def _build(self, cfg: CfgNode) -> None:
         given = cfg.dump()
@@ -144,31 +143,36 @@ class Trainer(DefaultTrainer):
             cfg = changed_config(cfg, {"SEED": int(comm.shared_random_seed())})
         seed_generators(cfg.SEED, INITIAL_WEIGHTS, comm.get_rank())
         self.cfg = cfg = self.auto_scale_workers(cfg, comm.get_world_size())
+        self.start_iter = 0
+        self.max_iter = cfg.SOLVER.MAX_ITER
+
         model = self.build_model(cfg)
         optimizer = self.build_optimizer(cfg, model)
         loader = self.build_train_loader(cfg)
         self._loss_guard = LossGuard(model)
         device_ids = None if cfg.MODEL.DEVICE == "cpu" else [comm.get_local_rank()]
-        model = create_ddp_model(model, broadcast_buffers=False, device_ids=device_ids)
-        # a copy of what DistributedDataParallel has made equal in all processes
-        self._average = (
-            WeightAverage(self._loss_guard.model, cfg.SOLVER.EMA) if cfg.SOLVER.EMA else None
-        )
-        self._trainer = (AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer)(
-            model, loader, optimizer
-        )
+        parallel = create_ddp_model(model, broadcast_buffers=False, device_ids=device_ids)
+        kind = AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer
+        self._trainer = kind(parallel, loader, optimizer)
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
-        saved = self._average.averaged if self._average else model
+
+        saved = model
+        self._average = None
+        if cfg.SOLVER.EMA:
+            # a copy of what DistributedDataParallel has made equal in all processes
+            self._average = WeightAverage(model, cfg.SOLVER.EMA)
+            saved = self._average.averaged
         self.checkpointer = GWDetectionCheckpointer(
             saved, cfg.OUTPUT_DIR, trainer=weakref.proxy(self)
         )
         self.checkpointer.path_manager = AtomicPathManager(PathManager)
-        trained_on = (
-            MetadataCatalog.get(cfg.DATASETS.TRAIN[0]) if cfg.DATASETS.TRAIN else Metadata()
-        )
+
+        trained_on = Metadata()
+        if cfg.DATASETS.TRAIN:
+            trained_on = MetadataCatalog.get(cfg.DATASETS.TRAIN[0])
         self.record = RunRecord(given, cfg.SEED, classes_of(trained_on))
         self.checkpointer.add_checkpointable(RUN_RECORD, self.record)
-        self.start_iter, self.max_iter = 0, cfg.SOLVER.MAX_ITER
+
         self.register_hooks(self.build_hooks())
 
     @classmethod
@@ -181,7 +185,8 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> torch.optim.Optimizer:
-        optimizer, solver = super().build_optimizer(cfg, model), cfg.SOLVER
+        optimizer = super().build_optimizer(cfg, model)
+        solver = cfg.SOLVER
         optimizer.param_groups = set_norm_decay(
             optimizer.param_groups, model, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS
         )
@@ -189,9 +194,8 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
-        return build_training_data(
-            cfg, ImageNamingMapper(training_mapper(cfg), cfg.INPUT.PERCENTILES)
-        )
+        mapper = ImageNamingMapper(training_mapper(cfg), cfg.INPUT.PERCENTILES)
+        return build_training_data(cfg, mapper)
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
@@ -202,16 +206,20 @@ class Trainer(DefaultTrainer):
     def build_evaluator(
         cls, cfg: CfgNode, dataset_name: str, output_folder: str | None = None
     ) -> DatasetEvaluator:
-        """Build the evaluators of what the model predicts: boxes, masks, keypoints, semantic and panoptic masks.
+        """Build the evaluators of boxes, masks, keypoints, semantic and panoptic masks.
 
-        Predictions are written to ``output_folder``, which is ``inference`` in ``OUTPUT_DIR`` if None.
+        Predictions are written to ``output_folder``, which is ``inference`` in ``OUTPUT_DIR`` if
+        None.
         """
-        if problem := wrong_evaluator(cfg, dataset_name):
+        problem = wrong_evaluator(cfg, dataset_name)
+        if problem:
             raise ConfigError(problem)
+
         folder = output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")
         architecture = cfg.MODEL.META_ARCHITECTURE
         if architecture == "SemanticSegmentor":
             return SemSegEvaluator(dataset_name, output_dir=folder)
+
         tasks = {"bbox": True, "segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
         objects = build_coco_evaluator(
             dataset_name,
@@ -222,63 +230,64 @@ class Trainer(DefaultTrainer):
         )
         if architecture != "PanopticFPN":
             return objects
+
         evaluators = [objects, SemSegEvaluator(dataset_name, output_dir=folder)]
         if importlib.util.find_spec("panopticapi"):
             evaluators.append(COCOPanopticEvaluator(dataset_name, folder))
         else:
             log.warning(
-                "panopticapi is not installed: panoptic quality (PQ) is not computed, only its parts. "
-                "Fix: pip install git+https://github.com/cocodataset/panopticapi.git"
+                "panopticapi is not installed: panoptic quality (PQ) is not computed, only its "
+                "parts. Fix: pip install git+https://github.com/cocodataset/panopticapi.git"
             )
         return DatasetEvaluators(evaluators)
 
     def build_hooks(self) -> list[Any]:
+        """Build the hooks: what a checkpoint holds comes before it, and the evaluation after it."""
         cfg = self.cfg
-        self._signals = SignalHook(cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD)
-        built: list[Any] = [
-            hooks.IterationTimer(),
-            hooks.LRScheduler(),
-            *filter(None, [self._average]),
-        ]
+        period = cfg.TEST.EVAL_PERIOD
+        built: list[Any] = [hooks.IterationTimer(), hooks.LRScheduler()]
+        if self._average:
+            built.append(self._average)
         if cfg.TEST.PRECISE_BN.ENABLED and get_bn_modules(self.model):
-            # before the checkpoints and the evaluation, which use the statistics
             data = self.build_train_loader(changed_config(cfg, {"DATALOADER.NUM_WORKERS": 0}))
-            built.append(
-                hooks.PreciseBN(
-                    cfg.TEST.EVAL_PERIOD,
-                    self.checkpointer.model,
-                    data,
-                    cfg.TEST.PRECISE_BN.NUM_ITER,
-                )
-            )
+            images = cfg.TEST.PRECISE_BN.NUM_ITER
+            built.append(hooks.PreciseBN(period, self.checkpointer.model, data, images))
+
         if comm.is_main_process():
             built.append(
                 hooks.PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD)
             )
-        evaluations = [hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._evaluate)]
-        if cfg.TEST.LOSS and cfg.TEST.EVAL_PERIOD > 0:
-            evaluations.append(hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._validate))
-        built += [self._signals, *evaluations]
-        augmented = [hooks.EvalHook(0, self._evaluate_with_TTA)] if cfg.TEST.AUG.ENABLED else []
+        self._signals = SignalHook(cfg.SOLVER.CHECKPOINT_PERIOD, period)
+        built.append(self._signals)
+
+        evaluations = [hooks.EvalHook(period, self._evaluate)]
+        if cfg.TEST.LOSS and period > 0:
+            evaluations.append(hooks.EvalHook(period, self._validate))
+        at_end = []
+        if cfg.TEST.AUG.ENABLED:
+            at_end.append(hooks.EvalHook(0, self._evaluate_with_TTA))
+        built += evaluations
         if cfg.TEST.BEST:
-            built.append(BestWeights(cfg, self.checkpointer, evaluations, augmented))
-        built += augmented
+            built.append(BestWeights(cfg, self.checkpointer, evaluations, at_end))
+        built += at_end
+
         if comm.is_main_process():
             built.append(hooks.PeriodicWriter(self.build_writers(), period=20))
         return built
 
     def build_writers(self) -> list[EventWriter]:
-        return [
-            *super().build_writers(),
-            *([TrackerWriter(self.cfg)] if self.cfg.TRACKER else []),
-        ]
+        end_last_line(Path(self.cfg.OUTPUT_DIR, METRICS))
+        writers = super().build_writers()
+        if self.cfg.TRACKER:
+            writers.append(TrackerWriter(self.cfg))
+        return writers
 
     def state_dict(self) -> dict[str, Any]:
-        # In v0.6 DefaultTrainer saves no optimizer, whose momentum a resumed run needs; HEAD saves it by this name.
-        state = TrainerBase.state_dict(self) | {
-            "_trainer": self._trainer.state_dict(),
-            "seed": self.record.seed,
-        }
+        state = TrainerBase.state_dict(self)
+        # In v0.6 DefaultTrainer saves no optimizer, whose momentum a resumed run needs; HEAD saves
+        # it by this name.
+        state["_trainer"] = self._trainer.state_dict()
+        state["seed"] = self.record.seed
         if hasattr(self._loss_guard.model, LOSS_NORMALIZER):
             state[LOSS_NORMALIZER] = float(getattr(self._loss_guard.model, LOSS_NORMALIZER))
         if isinstance(self.data_loader, TrainingData):
@@ -295,22 +304,24 @@ class Trainer(DefaultTrainer):
                 log.warning(
                     "--resume: no optimizer state in the checkpoint: the momentum starts from zero"
                 )
+
             if LOSS_NORMALIZER in state_dict:
-                setattr(
-                    self._loss_guard.model, LOSS_NORMALIZER, float(state_dict[LOSS_NORMALIZER])
-                )
-            self._load_randomness(state_dict)
+                value = float(state_dict[LOSS_NORMALIZER])
+                setattr(self._loss_guard.model, LOSS_NORMALIZER, value)
+            self._load_seed(state_dict.get("seed"))
+            self._load_data_position(state_dict)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"--resume: the training state of the checkpoint does not fit this config: {error}. SOLVER or "
-                f"MODEL.BACKBONE.FREEZE_AT differ, or other software wrote it. Fix: {_WEIGHTS_ONLY}"
+                "--resume: the training state of the checkpoint does not fit this config: "
+                f"{error}. SOLVER or MODEL.BACKBONE.FREEZE_AT differ, or other software wrote it. "
+                f"Fix: {_WEIGHTS_ONLY}"
             ) from error
 
-    def _load_randomness(self, state: dict[str, Any]) -> None:
-        seed = state.get("seed")
+    def _load_seed(self, seed: int | None) -> None:
         if seed is None:
             log.warning(
-                "--resume: the checkpoint has no seed: random numbers differ from an uninterrupted run's"
+                "--resume: the checkpoint has no seed: random numbers differ from an "
+                "uninterrupted run's"
             )
         elif self._draws_seed:
             self.record.seed = int(seed)
@@ -320,9 +331,12 @@ class Trainer(DefaultTrainer):
                 self.cfg.SEED,
                 seed,
             )
+
+    def _load_data_position(self, state: dict[str, Any]) -> None:
         if not isinstance(self.data_loader, TrainingData):
             log.warning(
-                "--resume: the training data start from the beginning: build_train_loader stores no position"
+                "--resume: the training data start from the beginning: build_train_loader stores "
+                "no position"
             )
             return
         self.data_loader.seed = self.record.seed
@@ -331,8 +345,8 @@ class Trainer(DefaultTrainer):
     def resume_or_load(self, resume: bool | None = None) -> LoadReport:
         """Load the last checkpoint of ``OUTPUT_DIR`` with its training state, or ``MODEL.WEIGHTS``.
 
-        ``resume`` is said here or when the trainer is built; None and None is True, as in Detectron2. Without it, a
-        checkpoint in ``OUTPUT_DIR`` is a ConfigError.
+        ``resume`` is said here or when the trainer is built; said nowhere it is True, as in
+        Detectron2. Without it, a checkpoint in ``OUTPUT_DIR`` is a ConfigError.
         """
         folder = self.cfg.OUTPUT_DIR
         if resume is None:
@@ -343,25 +357,24 @@ class Trainer(DefaultTrainer):
         self.start = None  # its tensors would be kept during the training
         if start.resumed and not resume:
             raise ConfigError(earlier_run(folder))
+
         checkpoint = start.checkpoint()
-        if start.resumed and checkpoint:
-            try:
-                self.start_iter = 1 + int(checkpoint.metadata["trainer"]["iteration"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"--resume ('{start.address}'): no training state in it ({error!r}). Fix: {_WEIGHTS_ONLY}"
-                ) from None
+        states: dict[str, Any] = {}
+        if checkpoint and start.resumed:
+            states = checkpoint.metadata
+            self.start_iter = _next_iteration(states, start.address)
         elif checkpoint and comm.is_main_process():
             self.record.set_start_weights(checkpoint)
+
         report = load_checkpoint(
             self.checkpointer, checkpoint, allow_partial=self.allow_partial
         )
         if self._average:
             self._average.start()
-        if start.resumed and checkpoint:
-            for name, checkpointable in self.checkpointer.checkpointables.items():
-                if name in checkpoint.metadata:
-                    checkpointable.load_state_dict(checkpoint.metadata[name])
+        for name, checkpointable in self.checkpointer.checkpointables.items():
+            if name in states:
+                checkpointable.load_state_dict(states[name])
+
         log.info("norms: %s", norm_summary(self.checkpointer.model))
         log.info(str(report))
         log.info("seed: %d", self.record.seed)
@@ -400,6 +413,7 @@ class Trainer(DefaultTrainer):
                 "SOLVER.MAX_ITER (%d): the run has finished and is only evaluated",
                 self.max_iter,
             )
+
         if comm.is_main_process():
             remove_unfinished(self.cfg.OUTPUT_DIR)
         self._start.begin()
@@ -409,6 +423,18 @@ class Trainer(DefaultTrainer):
         except TrainingEnded as end:
             log.info("%s", end)
         return getattr(self, "_last_eval_results", None)
+
+    def after_train(self) -> None:
+        if self._signals.received:
+            # Detectron2 would evaluate after the last step, also when the run was stopped there
+            evaluation = (hooks.EvalHook, hooks.BestCheckpointer)
+            self._hooks: list = [
+                hook for hook in self._hooks if not isinstance(hook, evaluation)
+            ]
+        elif self.start_iter >= self.max_iter:
+            # Detectron2 counts one iteration more when a finished run is resumed
+            self.iter = self.start_iter
+        super().after_train()
 
     @classmethod
     def test(cls, cfg: CfgNode, model: torch.nn.Module, evaluators: Any = None) -> OrderedDict:
@@ -430,33 +456,35 @@ class Trainer(DefaultTrainer):
         results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
         return OrderedDict((f"{key}_TTA", value) for key, value in results.items())
 
-    def _evaluate(self) -> OrderedDict | None:
-        if self._signals.received:
-            return None  # Detectron2 would evaluate after the last step, also when the run was stopped there
+    def _evaluate(self) -> OrderedDict:
         if comm.is_main_process():
-            remove_files(
-                stale_output(self.cfg.OUTPUT_DIR)
-            )  # an evaluation of another checkpoint may have come between
+            # an evaluation of another checkpoint may have come between
+            remove_files(stale_output(self.cfg.OUTPUT_DIR))
         self._last_eval_results = self.test(self.cfg, self.checkpointer.model)
         return self._last_eval_results
 
     def _validate(self) -> None:
-        if self._signals.received:
-            return
-        model, trained = self.checkpointer.model, self._loss_guard.model
+        model = self.checkpointer.model
+        trained = self._loss_guard.model
         if hasattr(trained, LOSS_NORMALIZER):  # which the averaged model lacks
             setattr(model, LOSS_NORMALIZER, getattr(trained, LOSS_NORMALIZER))
+
         losses = validation_losses(self.cfg, model, self.record.seed)
         if comm.is_main_process():
             self.storage.put_scalars(**losses, smoothing_hint=False)
-            for (
-                name
-            ) in losses:  # Detectron2's log would show the median of the last 20 evaluations
+            # Detectron2's log would show the median of the last 20 evaluations
+            for name in losses:
                 self.storage.histories().pop(name, None)
 
-    def _evaluate_with_TTA(self) -> OrderedDict | None:
-        return (
-            None
-            if self._signals.received
-            else self.test_with_TTA(self.cfg, self.checkpointer.model)
-        )
+    def _evaluate_with_TTA(self) -> OrderedDict:
+        return self.test_with_TTA(self.cfg, self.checkpointer.model)
+
+
+def _next_iteration(states: dict[str, Any], address: str) -> int:
+    """Return the iteration after the last one of a checkpoint."""
+    try:
+        return 1 + int(states["trainer"]["iteration"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--resume ('{address}'): no training state in it ({error!r}). Fix: {_WEIGHTS_ONLY}"
+        ) from None

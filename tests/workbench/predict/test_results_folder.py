@@ -15,13 +15,13 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 from gw_detectron.errors import ConfigError, DataError, FileAccessError, MissingPackageError
-from gw_detectron.workbench.console import Interrupted
 from gw_detectron.workbench.predict import (
     check_output,
     find_sources,
     write_predictions,
     write_preview,
 )
+from gw_detectron.workbench.signals import Interrupted
 
 from ...tiny_run import ROOT
 from .conftest import Handmade

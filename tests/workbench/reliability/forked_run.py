@@ -22,6 +22,7 @@ from gw_detectron.workbench.commands.train import run_here as run_main
 from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.run import Trainer
 from gw_detectron.workbench.run.processes import launch_from_args
+from gw_detectron.workbench.signals import TERMINATING
 
 from ...loggers import reset_loggers
 
@@ -48,19 +49,22 @@ class Child:
 
     def read(self, seconds: float) -> bool:
         """Wait some seconds for the next phase; False after the child's end."""
-        if not select.select([self._pipe], [], [], max(seconds, 0))[0]:
+        ready, _, _ = select.select([self._pipe], [], [], seconds)
+        if not ready:
             if time.monotonic() > self._deadline:
                 self.kill()
                 raise TimeoutError(
                     f"a child has hung for {LIMIT:g} s after {self.phases[-1:]}; see {self.log}"
                 )
             return True
+
         received = b""
         while not received.endswith(b"\n"):
             byte = os.read(self._pipe, 1)
             if not byte:
                 return False
             received += byte
+
         self.phases.append(received.decode().strip())
         self._deadline = time.monotonic() + LIMIT
         return True
@@ -86,17 +90,13 @@ class Child:
 
     def processes(self) -> list[int]:
         """List the running processes of the session without the child itself."""
-        found = []
+        running = set()
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 state, _, group = path.read_text().rpartition(")")[2].split()[:3]
-                if (
-                    int(group) == self.pid
-                    and state != "Z"
-                    and int(path.parent.name) != self.pid
-                ):
-                    found.append(int(path.parent.name))
-        return found
+                if int(group) == self.pid and state != "Z":
+                    running.add(int(path.parent.name))
+        return sorted(running - {self.pid})
 
     def kill(self) -> None:
         """Kill the whole session, and wait for its end."""
@@ -143,14 +143,10 @@ def _run(work: Work, writing: int, reading: int, log: Path) -> None:
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         reset_loggers()  # those of earlier runs of the parent
         torch.set_num_threads(1)  # a pool of threads does not survive a fork
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # as in a fresh interpreter, not as pytest has set them
-            signal.signal(
-                number,
-                signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
-            )
+        # as in a fresh interpreter, not as pytest has set them
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in TERMINATING:
+            signal.signal(number, signal.SIG_DFL)
 
         def report(phase: str) -> None:
             os.write(writing, f"{phase}\n".encode())

@@ -24,11 +24,8 @@ from .forked_run import CHECKPOINT, EVALUATION, STEP, child, training
 
 KILLS = int(os.environ.get("KILLS", "6"))
 ITERATIONS = 20
-LONGEST = {
-    STEP: 0.2,
-    CHECKPOINT: 0.15,
-    EVALUATION: 0.5,
-}  # seconds of a phase, to choose a moment in it
+#: seconds of a phase, to choose a moment in it
+LONGEST = {STEP: 0.2, CHECKPOINT: 0.15, EVALUATION: 0.5}
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_dataset", "one_thread")]
 
@@ -39,24 +36,22 @@ def train(folder: Path, kill: str, moments: random.Random, start: int) -> bool:
         "SOLVER__MAX_ITER": ITERATIONS,
         "SOLVER__STEPS": "(10,)",
         "SOLVER__CHECKPOINT_PERIOD": 2,
+        "TEST__EVAL_PERIOD": 5,
     }
     log = folder.with_suffix(".txt")
     log.unlink(missing_ok=True)
-    with child(
-        training(arguments(folder, "--resume", **schedule, TEST__EVAL_PERIOD=5)), log
-    ) as run:
+
+    with child(training(arguments(folder, "--resume", **schedule)), log) as run:
         if start < ITERATIONS:  # otherwise only the last evaluation is left to do
-            assert (
-                run.wait_for(STEP)
-                and f"Starting training from iteration {start}\n" in run.output()
-            ), run.output()
-            assert not [
-                path for path in folder.glob(".*.tmp") if f".{run.pid}." not in path.name
-            ]
+            assert run.wait_for(STEP), run.output()
+            assert f"Starting training from iteration {start}\n" in run.output()
+            unfinished = [path.name for path in folder.glob(".*.tmp")]
+            assert all(f".{run.pid}." in name for name in unfinished)
+
         if kill and run.wait_for(kill, moments.randint(1, 3)):
             time.sleep(moments.uniform(0, LONGEST[kill]))
             run.kill()
-        assert run.wait() in (0, -9), run.output()[-3000:]
+        assert run.wait() in (0, -9), run.output()
     return run.status == 0
 
 
@@ -71,41 +66,43 @@ def newest_checkpoint(folder: Path) -> dict:
     return checkpoint
 
 
+def run_alone() -> None:
+    """Run this file in a fresh process: no fork works where a test has started autograd's threads."""
+    clean = {name: value for name, value in os.environ.items() if "PYTEST_" not in name}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", __file__]
+    subprocess.run(command, env=clean, check=True)
+
+
 def test_a_killed_training_loses_nothing(tmp_path):
-    if (
-        "PYTEST_XDIST_WORKER" in os.environ
-    ):  # where an earlier test may have started autograd's threads: no fork works then
-        clean = {
-            name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
-        }
-        subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-n", "0", __file__], env=clean, check=True
-        )
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        run_alone()
         return
-    moments, kills = random.Random(3), Counter()
+
+    moments = random.Random(3)
+    kills = Counter()
     train(tmp_path / "uninterrupted", "", moments, start=0)
     expected = newest_checkpoint(tmp_path / "uninterrupted")
+
     folder, start = tmp_path / "killed", 0
     while kills.total() < KILLS or start:
-        kind = (
-            min(LONGEST, key=lambda kind: (kills[kind], moments.random()))
-            if kills.total() < KILLS
-            else ""
-        )
+        kind = ""
+        if kills.total() < KILLS:
+            kind = min(LONGEST, key=lambda kind: (kills[kind], moments.random()))
         ended = train(folder, kind, moments, start)
         kills[kind] += not ended
+
         if start or ended or (folder / "last_checkpoint").exists():
             found = newest_checkpoint(folder)
             assert found["iteration"] + 1 >= start
             start = found["iteration"] + 1
+
         if ended:
             assert start == ITERATIONS
-            for key in ("model", "trainer"):
-                states = [
-                    state[key] if key == "model" else state[key]["_trainer"]
-                    for state in (found, expected)
-                ]
-                torch.testing.assert_close(*states, rtol=0, atol=0)
+            assert_equal(found["model"], expected["model"])
+            assert_equal(found["trainer"]["_trainer"], expected["trainer"]["_trainer"])
             shutil.rmtree(folder)
             start = 0
-    assert kills.total() >= KILLS
+
+
+def assert_equal(state: dict, expected: dict) -> None:
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)

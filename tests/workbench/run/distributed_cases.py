@@ -57,20 +57,21 @@ def norm_config(norm: str, **overrides: object) -> CfgNode:
 def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest difference of a tensor, relative to its largest value."""
     assert found.keys() == expected.keys()
-    scale = max((float(value.abs().max()) for value in expected.values()), default=1.0)
-    differences = [
-        float((found[name] - value).abs().max() / value.abs().max().clamp_min(1e-6 * scale))
-        for name, value in expected.items()
-    ]
-    return max(differences, default=0.0)
+    scales = {name: float(value.abs().max()) for name, value in expected.items()}
+    smallest = 1e-6 * max(scales.values())
+    return max(
+        float((found[name] - expected[name]).abs().max()) / max(scale, smallest)
+        for name, scale in scales.items()
+    )
 
 
 def relative_norm(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the Euclidean norm of the difference of all tensors, relative to that of the expected ones."""
-    squares = [(found[name] - value).square().sum() for name, value in expected.items()]
-    return float(
-        (sum(squares) / sum(value.square().sum() for value in expected.values())) ** 0.5
+    one, other = (
+        torch.cat([tensors[name].flatten() for name in expected])
+        for tensors in (found, expected)
     )
+    return float((one - other).norm() / other.norm())
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -106,24 +107,23 @@ def compare_with_joint_batch(norm: str, share: list[int]) -> float:
     ]
     torch.manual_seed(0)
     start, reference = (
-        build_backbone(norm_config(each)).double().train() for each in (norm, NORMS[norm])
+        build_backbone(norm_config(name)).double().train() for name in (norm, NORMS[norm])
     )
     reference.load_state_dict(start.state_dict())
 
     def step(model: nn.Module, mine: slice) -> None:
-        features = model(images[mine])
-        sum(
-            (y * weight[mine]).sum()
-            for y, weight in zip(features.values(), weights, strict=True)
-        ).backward()
+        features = model(images[mine]).values()
+        loss = sum(
+            (y * weight[mine]).sum() for y, weight in zip(features, weights, strict=True)
+        )
+        loss.backward()
 
     step(reference, slice(None))
     parallel = create_ddp_model(start, broadcast_buffers=False, device_ids=None)
     step(parallel, slice(sum(share[:rank]), sum(share[: rank + 1])))
+
     own = gradients(start)
-    assert len(set(comm.all_gather(digest(own)))) == 1, (
-        "DistributedDataParallel makes the gradients equal"
-    )
+    assert len(set(comm.all_gather(digest(own)))) == 1, "the gradients are made equal"
     own = {name: processes * value for name, value in own.items()} | averages(start)
     return relative(own, gradients(reference) | averages(reference))
 
@@ -131,17 +131,15 @@ def compare_with_joint_batch(norm: str, share: list[int]) -> float:
 def record(index: int) -> dict:
     """Return an input of the detector with index + 1 objects."""
     rng = torch.Generator().manual_seed(index)
-    corners = torch.rand(index + 1, 2, generator=rng) * 32
+    objects = index + 1
+    corners = torch.rand(objects, 2, generator=rng) * 32
+    sizes = 16 + torch.rand(objects, 2, generator=rng) * 16
     instances = Instances((SIDE, SIDE))
-    instances.gt_boxes = Boxes(
-        torch.cat((corners, corners + 16 + torch.rand(index + 1, 2, generator=rng) * 16), 1)
-    )
-    instances.gt_classes = torch.randint(6, (index + 1,), generator=rng)
-    instances.gt_masks = BitMasks(torch.rand(index + 1, SIDE, SIDE, generator=rng) > 0.5)
-    return {
-        "image": torch.randint(256, (3, SIDE, SIDE), generator=rng, dtype=torch.uint8),
-        "instances": instances,
-    }
+    instances.gt_boxes = Boxes(torch.cat((corners, corners + sizes), 1))
+    instances.gt_classes = torch.randint(6, (objects,), generator=rng)
+    instances.gt_masks = BitMasks(torch.rand(objects, SIDE, SIDE, generator=rng) > 0.5)
+    image = torch.randint(256, (3, SIDE, SIDE), generator=rng, dtype=torch.uint8)
+    return {"image": image, "instances": instances}
 
 
 def compare_gradients(args: argparse.Namespace) -> None:
@@ -167,29 +165,22 @@ class MeanSquare(nn.Module):
 
 def accumulate_gradients() -> float:
     """Accumulate two images in each process; return the difference from the joint batch."""
-    rank, processes = comm.get_rank(), comm.get_world_size()
-    images = torch.randn(
-        2 * processes,
-        3,
-        SIDE,
-        SIDE,
-        generator=torch.Generator().manual_seed(0),
-        dtype=torch.float64,
-    )
+    first, processes = 2 * comm.get_rank(), comm.get_world_size()
+    rng = torch.Generator().manual_seed(0)
+    images = torch.randn(2 * processes, 3, SIDE, SIDE, generator=rng, dtype=torch.float64)
     torch.manual_seed(0)
     model = MeanSquare(build_backbone(norm_config("GW:groups=16")).double().train())
     parallel = create_ddp_model(model, broadcast_buffers=False, device_ids=None)
-    trainer = SimpleTrainer(
-        parallel,
-        images[2 * rank : 2 * rank + 2].split(1),
-        torch.optim.SGD(model.parameters(), lr=0.0),
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = SimpleTrainer(parallel, images[first : first + 2].split(1), optimizer)
+
     with EventStorage():
         accumulated_step(trainer, 2)
-    found = gradients(model)
+    accumulated = gradients(model)
+
     model.zero_grad()
     model(images).backward()
-    return relative(found, gradients(model))
+    return relative(accumulated, gradients(model))
 
 
 def train(args: argparse.Namespace) -> None:
@@ -200,10 +191,8 @@ def train(args: argparse.Namespace) -> None:
     def run_and_note(trainer: Trainer) -> dict | None:
         results = run(trainer)
         model = trainer.checkpointer.model
-        noted["parameters"], noted["state"] = (
-            digest(dict(model.named_parameters())),
-            digest(model.state_dict()),
-        )
+        noted["parameters"] = digest(dict(model.named_parameters()))
+        noted["state"] = digest(model.state_dict())
         noted["without gradient"] = [
             name for name, p in model.named_parameters() if p.requires_grad and p.grad is None
         ]

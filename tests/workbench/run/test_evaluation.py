@@ -20,44 +20,13 @@ from ..checks.sound_run import config
 SIGMAS = [0.1, 0.1]
 
 
-def grid(count):
-    return [
-        [10 * (number % 30), 10 * (number // 30), 8, 7 + number % 2] for number in range(count)
-    ]
-
-
 @pytest.fixture
 def crowded(tmp_path):
     """Register an image with ``count`` cells and three dogs, and one with a cell; return the path of the file."""
 
     def register(count):
-        boxes = [(1, box, 1) for box in grid(count)] + [
-            (1, [5, 250, 40 + 9 * k, 30], 2) for k in range(3)
-        ]
-        boxes.append((2, [10, 10, 30, 30], 1))
-        annotations = [
-            {
-                "id": number,
-                "image_id": image,
-                "category_id": category,
-                "bbox": box,
-                "area": box[2] * box[3],
-                "iscrowd": 0,
-            }
-            | {
-                "keypoints": [box[0] + 2, box[1] + 2, 2, box[0] + 5, box[1] + 5, 2],
-                "num_keypoints": 2,
-            }
-            for number, (image, box, category) in enumerate(boxes, 1)
-        ]
-        images = [
-            {"id": k, "file_name": f"{k}.jpg", "height": 300, "width": 300} for k in (1, 2)
-        ]
-        categories = [{"id": 1, "name": "cell"}, {"id": 2, "name": "dog"}]
         path = tmp_path / f"{count}.json"
-        path.write_text(
-            json.dumps({"images": images, "annotations": annotations, "categories": categories})
-        )
+        path.write_text(json.dumps(crowded_images(count)))
         register_coco_instances("crowded", {}, str(path), str(tmp_path))
         DatasetCatalog.get("crowded")
         return path
@@ -65,49 +34,82 @@ def crowded(tmp_path):
     return register
 
 
-def evaluate(path, tasks, detections=500):
-    """Evaluate detections that are right but for some noise."""
+def crowded_images(count):
+    cells = [[10 * (k % 30), 10 * (k // 30), 8, 7 + k % 2] for k in range(count)]
+    dogs = [[5, 250, 40 + 9 * k, 30] for k in range(3)]
+    # image, class, box
+    objects = [(1, 1, box) for box in cells]
+    objects += [(1, 2, box) for box in dogs]
+    objects.append((2, 1, [10, 10, 30, 30]))
+
+    annotations = []
+    for number, (image, category, box) in enumerate(objects, 1):
+        x, y, width, height = box
+        annotations.append(
+            {
+                "id": number,
+                "image_id": image,
+                "category_id": category,
+                "bbox": box,
+                "area": width * height,
+                "iscrowd": 0,
+                "keypoints": [x + 2, y + 2, 2, x + 5, y + 5, 2],
+                "num_keypoints": 2,
+            }
+        )
+    size = {"height": 300, "width": 300}
+    return {
+        "images": [{"id": k, "file_name": f"{k}.jpg", **size} for k in (1, 2)],
+        "annotations": annotations,
+        "categories": [{"id": 1, "name": "cell"}, {"id": 2, "name": "dog"}],
+    }
+
+
+def evaluate(path, task, detections=500):
+    """Evaluate detections that are right but for some noise; return the scores and the detections."""
     random = np.random.default_rng(0)
     evaluator = DenseCOCOEvaluator(
-        "crowded", detections, tasks=tasks, kpt_oks_sigmas=SIGMAS, distributed=False
+        "crowded", detections, tasks=(task,), kpt_oks_sigmas=SIGMAS, distributed=False
     )
     evaluator.reset()
     truth = json.loads(path.read_text())["annotations"]
+
     for image in (1, 2):
-        found = [each for each in truth if each["image_id"] == image]
-        boxes = np.array([each["bbox"] for each in found]) + random.normal(
-            0, 0.4, (len(found), 4)
-        )
+        objects = [annotation for annotation in truth if annotation["image_id"] == image]
+        boxes = np.array([annotation["bbox"] for annotation in objects])
+        boxes = boxes + random.normal(0, 0.4, boxes.shape)
         boxes[:, 2:] += boxes[:, :2]
+        keypoints = torch.tensor([annotation["keypoints"] for annotation in objects])
         instances = Instances((300, 300))
         instances.pred_boxes = Boxes(torch.tensor(boxes))
-        instances.scores = torch.tensor(random.uniform(0, 1, len(found)))
-        instances.pred_classes = torch.tensor([each["category_id"] - 1 for each in found])
-        instances.pred_keypoints = torch.tensor(
-            [each["keypoints"] for each in found], dtype=torch.float
-        ).view(-1, 2, 3)
+        instances.scores = torch.tensor(random.uniform(0, 1, len(objects)))
+        instances.pred_classes = torch.tensor(
+            [annotation["category_id"] - 1 for annotation in objects]
+        )
+        instances.pred_keypoints = keypoints.float().view(-1, 2, 3)
         evaluator.process([{"image_id": image}], [{"instances": instances}])
-    return evaluator.evaluate(), [
-        each for one in evaluator._predictions for each in one["instances"]
-    ]
+
+    scores = evaluator.evaluate()[task]
+    return scores, [one for part in evaluator._predictions for one in part["instances"]]
 
 
 @pytest.mark.parametrize(("count", "detections", "limit"), [(150, 100, 150), (272, 500, 500)])
 def test_boxes_beyond_the_limit(crowded, count, detections, limit):
     path = crowded(count)
-    results, predictions = evaluate(path, ("bbox",), detections)
-    reference = COCOeval(COCO(str(path)), COCO(str(path)).loadRes(predictions), "bbox")
+
+    scores, predictions = evaluate(path, "bbox", detections)
+
+    truth = COCO(str(path))
+    reference = COCOeval(truth, truth.loadRes(predictions), "bbox")
     reference.params.maxDets = [1, 10, 100, limit]
     reference.evaluate()
     reference.accumulate()
-    standard, dense = (100 * reference.eval["precision"][:, :, :, 0, k].mean() for k in (2, 3))
-    assert results["bbox"]["AP"] == pytest.approx(standard) and results["bbox"][
-        f"AP@{limit}"
-    ] == pytest.approx(dense)
-    assert results["bbox"]["AP"] + 5 < results["bbox"][f"AP@{limit}"]
-    assert results["bbox"]["AP-cell"] + results["bbox"]["AP-dog"] == pytest.approx(
-        2 * results["bbox"]["AP"]
-    )
+    precision = reference.eval["precision"]
+    standard, dense = (100 * precision[:, :, :, 0, k].mean() for k in (2, 3))
+    assert scores["AP"] == pytest.approx(standard)
+    assert scores[f"AP@{limit}"] == pytest.approx(dense)
+    assert scores["AP"] + 5 < scores[f"AP@{limit}"]
+    assert scores["AP-cell"] + scores["AP-dog"] == pytest.approx(2 * scores["AP"])
 
 
 @pytest.mark.parametrize(
@@ -115,43 +117,38 @@ def test_boxes_beyond_the_limit(crowded, count, detections, limit):
     [("keypoints", 19, []), ("keypoints", 30, ["AP@500"]), ("bbox", 100, [])],
 )
 def test_an_ap_is_added_only_beyond_the_limit_of_the_task(crowded, task, count, names):
-    scores = evaluate(crowded(count), (task,))[0][task]
+    scores, _ = evaluate(crowded(count), task)
+
     assert [name for name in scores if "@" in name] == names
     assert all(scores[name] > scores["AP"] + 10 for name in names)
 
 
 def test_a_python_dataset_whose_ids_are_names_stays_as_it_is(tmp_path):
-    each = {
+    annotation = {
         "bbox": [5, 5, 25, 25],
         "bbox_mode": BoxMode.XYXY_ABS,
         "category_id": 0,
         "keypoints": [10.0, 10.0, 2],
     }
-    records = [
-        {
-            "file_name": "a.jpg",
-            "height": 40,
-            "width": 50,
-            "image_id": "a",
-            "annotations": [each],
-        }
-    ]
+    record = {"file_name": "a.jpg", "height": 40, "width": 50, "image_id": "a"}
+    records = [{**record, "annotations": [annotation]}]
     DatasetCatalog.register("named", lambda: records)
     MetadataCatalog.get("named").thing_classes = ["cell"]
+
     for _ in range(2):
         evaluator = build_coco_evaluator(
             "named", str(tmp_path), detections=100, tasks=("bbox",)
         )
         (truth,) = evaluator._coco_api.dataset["annotations"]
-        assert truth["keypoints"] == [9.5, 9.5, 2] and each["keypoints"] == [10, 10, 2]
+        assert truth["keypoints"] == [9.5, 9.5, 2]
+        assert annotation["keypoints"] == [10, 10, 2]
+
     evaluator.reset()
-    boxes, scores, classes = (
-        Boxes(torch.tensor([[5.0, 5, 25, 25]])),
-        torch.ones(1),
-        torch.zeros(1, dtype=torch.long),
-    )
-    found = Instances((40, 50), pred_boxes=boxes, scores=scores, pred_classes=classes)
-    evaluator.process([{"image_id": "a"}], [{"instances": found}])
+    instances = Instances((40, 50))
+    instances.pred_boxes = Boxes(torch.tensor([[5.0, 5, 25, 25]]))
+    instances.scores = torch.ones(1)
+    instances.pred_classes = torch.zeros(1, dtype=torch.long)
+    evaluator.process([{"image_id": "a"}], [{"instances": instances}])
     assert evaluator.evaluate()["bbox"]["AP"] == pytest.approx(100)
 
 
@@ -162,18 +159,19 @@ def test_a_python_dataset_whose_ids_are_names_stays_as_it_is(tmp_path):
 def test_the_best_weights_may_be_those_of_the_added_ap(
     crowded, tmp_path, count, best, detections
 ):
-    names = [
-        f"bbox/{name}" for name in evaluate(crowded(count), ("bbox",), detections)[0]["bbox"]
-    ]
-    sets = {
-        "DATASETS__TRAIN": ("crowded",),
-        "DATASETS__TEST": ("crowded",),
-        "TEST__DETECTIONS_PER_IMAGE": detections,
-    }
-    found = check_run(
-        config(tmp_path, TEST__BEST=best, TEST__EVAL_PERIOD=1, **sets), StartWeights()
-    ).errors
-    refused = [error for error in found if "TEST.BEST" in error]
-    assert bool(refused) == (best not in names) and all(
-        name in error for error in refused for name in names
+    scores, _ = evaluate(crowded(count), "bbox", detections)
+    cfg = config(
+        tmp_path,
+        TEST__BEST=best,
+        TEST__EVAL_PERIOD=1,
+        DATASETS__TRAIN=("crowded",),
+        DATASETS__TEST=("crowded",),
+        TEST__DETECTIONS_PER_IMAGE=detections,
     )
+
+    errors = check_run(cfg, StartWeights()).errors
+
+    names = [f"bbox/{name}" for name in scores]
+    refusals = [error for error in errors if "TEST.BEST" in error]
+    assert bool(refusals) == (best not in names)
+    assert all(name in error for error in refusals for name in names)

@@ -1,9 +1,11 @@
 """What ends a training: non-finite losses, broken images, a full disk."""
 
+import contextlib
 import errno
 import os
 import resource
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from gw_detectron.workbench.run.hooks import LossGuard
 from gw_detectron.workbench.run.training_data import build_training_data
 
 from ...tiny_run import arguments, config_of
+from ..reliability.forked_run import child, training
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 
@@ -26,9 +29,8 @@ def trainer_for(tmp_path, **overrides) -> Trainer:
 
 
 class TestNonFinite:
-    @pytest.mark.parametrize(
-        "norm", ["GW", "GW:solver=zca"]
-    )  # the second stops before there is a loss
+    # the second stops before there is a loss
+    @pytest.mark.parametrize("norm", ["GW", "GW:solver=zca"])
     def test_an_image_with_nan_is_named(self, tmp_path, norm):
         class WithNan(Trainer):
             @classmethod
@@ -40,9 +42,7 @@ class TestNonFinite:
                     yield batch
 
         trainer = WithNan(config_of(arguments(tmp_path, MODEL__RESNETS__WHITEN_NORM=norm)))
-        with pytest.raises(
-            NonFiniteError, match=r"iteration 0.*\n.*broken.tif or its annotations have .* NaN"
-        ):
+        with pytest.raises(NonFiniteError, match=r"iteration 0.*\n.*broken.tif"):
             trainer.train()
 
     @pytest.mark.parametrize(
@@ -88,24 +88,46 @@ def test_an_unexpected_error_keeps_its_traceback_in_the_log(tmp_path):
     assert "Traceback" in (tmp_path / "log.txt").read_text()
 
 
-def test_a_disk_full_during_a_checkpoint_leaves_the_earlier_one(tmp_path):
-    trainer = trainer_for(tmp_path)
-    trainer.checkpointer.save("model_0000001")
-    good = (tmp_path / "model_0000001.pth").read_bytes()
+def test_a_training_goes_on_when_the_reader_of_its_output_has_ended(tmp_path):
+    def work(report):
+        reading, writing = os.pipe()
+        os.dup2(writing, sys.stdout.fileno())
+        os.close(writing)
+        os.close(reading)
+        training(arguments(tmp_path / "run", SOLVER__MAX_ITER=2, SOLVER__STEPS="()"))(report)
+
+    with child(work, tmp_path / "errors") as run:
+        assert run.wait() == 0, run.output()
+
+    assert "Error" not in run.output()
+    assert "Evaluated on" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@contextlib.contextmanager
+def files_limited_to(size):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
-        for name in ("model_0000001", "model_0000003"):
-            with pytest.raises(FileAccessError, match=f"{name}.pth"):
-                trainer.checkpointer.save(name)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert (tmp_path / "model_0000001.pth").read_bytes() == good
-    assert sorted(path.name for path in tmp_path.iterdir() if "model" in path.name) == [
-        "model_0000001.pth"
-    ]
+
+
+def test_a_disk_full_during_a_checkpoint_leaves_the_earlier_one(tmp_path):
+    checkpointer = trainer_for(tmp_path).checkpointer
+    checkpointer.save("model_0000001")
+    file = tmp_path / "model_0000001.pth"
+    good = file.read_bytes()
+
+    with files_limited_to(1_000_000):
+        for name in ("model_0000001", "model_0000003"):
+            with pytest.raises(FileAccessError, match=f"{name}.pth"):
+                checkpointer.save(name)
+
+    assert file.read_bytes() == good
+    assert [path for path in tmp_path.iterdir() if "model" in path.name] == [file]
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
-    trainer.checkpointer.load(str(tmp_path / "model_0000001.pth"))
+    checkpointer.load(str(file))
 
 
 def refuse_connection():
@@ -116,29 +138,17 @@ def refuse_permission():
     raise PermissionError(errno.EACCES, "denied", "mask.png")
 
 
-#: what a mapper in a worker does -> error of the run, words that it or the screen has, words that it has not
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+#: what a mapper in a worker does -> error of the run, words that it or the screen has
 CAUSES = {
-    "missing file": (
-        lambda: Path("depth/0001.png").read_bytes(),
-        SystemExit,
-        "directory: 'depth/0001.png'",
-    ),
-    "no permission": (
-        refuse_permission,
-        SystemExit,
-        "PermissionError: [Errno 13] denied: 'mask.png'",
-    ),
-    "no connection": (
-        refuse_connection,
-        ConnectionRefusedError,
-        "Connection refused by tracker",
-    ),
+    "missing file": (lambda: Path("depth/1.png").read_bytes(), SystemExit, "'depth/1.png'"),
+    "no permission": (refuse_permission, SystemExit, "denied: 'mask.png'"),
+    "no connection": (refuse_connection, ConnectionRefusedError, "refused by tracker"),
     "wrong key": (lambda: {}["polygons"], KeyError, "polygons"),
-    "killed": (
-        lambda: os.kill(os.getpid(), signal.SIGKILL),
-        SystemExit,
-        "DATALOADER.NUM_WORKERS",
-    ),
+    "killed": (kill, SystemExit, "DATALOADER.NUM_WORKERS"),
 }
 
 
@@ -152,30 +162,35 @@ def test_the_error_of_a_worker_keeps_its_cause(tmp_path, capsys, fail, error, wo
     args = arguments(tmp_path, DATASETS__TEST="()", DATALOADER__NUM_WORKERS=1)
     with pytest.raises(error) as raised, errors_reported():
         Failing(config_of(args)).train()
+
     said = capsys.readouterr().err + str(raised.value)
-    assert words in said and ("NUM_WORKERS" in said) == (fail is CAUSES["killed"][0])
+    assert words in said
+    assert ("NUM_WORKERS" in said) == (fail is kill)
     assert error is not SystemExit or "Traceback" not in said
 
 
 def test_the_error_of_a_hook_is_not_taken_for_one_of_a_worker(tmp_path):
     trainer = trainer_for(tmp_path, DATALOADER__NUM_WORKERS=1)
     trainer.after_step = refuse_connection
+
     with pytest.raises(ConnectionRefusedError, match="by tracker"):
         trainer.train()
+
     assert "by tracker" in (tmp_path / "log.txt").read_text()
 
 
 def test_a_damaged_image_is_named(tmp_path, small_dataset):
-    data = small_dataset / "gw_synthetic"
-    victims = sorted((data / "train").iterdir())
+    folder = small_dataset / "gw_synthetic" / "train"
     trainer = trainer_for(tmp_path)  # the checks would find the damage
-    kept = [path.read_bytes() for path in victims]
+    kept = {path: path.read_bytes() for path in folder.iterdir()}
+
     try:
-        for path in victims:
-            path.write_bytes(path.read_bytes()[:200])
-        with pytest.raises(DataError, match=rf"^'{data}/train/0000..\.jpg'") as raised:
+        for path, content in kept.items():
+            path.write_bytes(content[:200])
+        with pytest.raises(DataError, match=rf"^'{folder}/0000..\.jpg'") as raised:
             trainer.train()
-        assert "Traceback" not in str(raised.value)
     finally:
-        for path, content in zip(victims, kept, strict=True):
+        for path, content in kept.items():
             path.write_bytes(content)
+
+    assert "Traceback" not in str(raised.value)

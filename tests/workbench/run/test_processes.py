@@ -15,19 +15,20 @@ from detectron2.utils import comm
 from gw_detectron.errors import ConfigError, NonFiniteError, PreflightError, UserError
 from gw_detectron.weights import StartWeights
 from gw_detectron.workbench.commands.train import get_parser
-from gw_detectron.workbench.console import Interrupted, errors_reported
+from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.dataset import make_synthetic
 from gw_detectron.workbench.run.processes import in_all_processes, launch_from_args
 from gw_detectron.workbench.run.start import check_same_start
+from gw_detectron.workbench.signals import Interrupted
 
-from ...tiny_run import DATA, ROOT, environment, words
+from ...tiny_run import DATA, environment, words
 from ..reliability.forked_run import child
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo"
 )
 
-CASES = str(ROOT / "tests" / "engine" / "distributed_cases.py")
+CASES = str(Path(__file__).with_name("distributed_cases.py"))
 LIMIT = 280  # seconds for a whole run on a busy machine
 END = 90  # seconds within which all processes end after one of them has failed
 TWO_IMAGES_EACH = {"SOLVER__IMS_PER_BATCH": 4}
@@ -45,18 +46,11 @@ def launch_two(
 ) -> tuple[int, str]:
     """Run a case in two processes of torchrun; return its exit status and stderr."""
     output.mkdir(exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        CASES,
-        case,
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = words(output, *flags, **TWO_IMAGES_EACH | overrides)
+
     ended = subprocess.run(
-        [*command, *words(output, *flags, **TWO_IMAGES_EACH | overrides)],
+        [sys.executable, *launcher, CASES, case, *flags],
         env=environment(data, GLOO_SOCKET_IFNAME="lo", FAILED_FILE=str(output / "failed")),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -75,24 +69,20 @@ def two_processes(data, tmp_path_factory) -> tuple[Path, list[dict]]:
 
 
 def test_two_processes_train_the_same_parameters(two_processes):
-    noted = two_processes[1]
-    assert noted[0]["parameters"] == noted[1]["parameters"]
-    assert noted[0]["state"] == noted[1]["state"], (
-        "the evaluation has shared the running statistics of BN"
-    )
-    assert [each["without gradient"] for each in noted] == [[], []]
-    assert [each["local"] for each in noted] == [(0, 2), (1, 2)]
+    _, (first, second) = two_processes
+    assert first["parameters"] == second["parameters"]
+    assert first["state"] == second["state"], "the evaluation has shared BN's statistics"
+    assert first["without gradient"] == second["without gradient"] == []
+    assert (first["local"], second["local"]) == ((0, 2), (1, 2))
 
 
 def test_the_main_process_writes_checkpoints(two_processes):
-    output, noted = two_processes
-    assert noted[0]["saved"] > 0 and noted[1]["saved"] == 0
-    assert sorted(path.name for path in output.glob("model*")) == [
-        "model_0000001.pth",
-        "model_final.pth",
-    ]
-    assert "Starting training from iteration 0" in (output / "log.txt").read_text()
-    assert "Starting training from iteration 0" in (output / "log.txt.rank1").read_text()
+    output, (first, second) = two_processes
+    assert first["saved"] > 0 and second["saved"] == 0
+    names = {path.name for path in output.glob("model*")}
+    assert names == {"model_0000001.pth", "model_final.pth"}
+    for log in ("log.txt", "log.txt.rank1"):
+        assert "Starting training from iteration 0" in (output / log).read_text()
 
 
 @pytest.mark.slow
@@ -104,20 +94,31 @@ def test_two_processes_average_weights_and_end_by_patience(data, tmp_path):
     assert torch.load(tmp_path / "model_final.pth", weights_only=True)["iteration"] < 29
 
 
-def test_processes_with_other_weights_are_refused(monkeypatch, capsys):
+@pytest.fixture
+def process_group(monkeypatch):
+    """Stand in for two processes: ``gather`` gives their values for the value of this one."""
+
+    def stand_in(gather, rank=0):
+        monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+        monkeypatch.setattr(comm, "get_rank", lambda: rank)
+        monkeypatch.setattr(comm, "all_gather", gather)
+        monkeypatch.setattr(comm, "synchronize", lambda: None)
+
+    return stand_in
+
+
+def test_processes_with_other_weights_are_refused(process_group, capsys):
+    def other_weights(value):
+        return [value, value if isinstance(value, bool) else (value[0], "other")]
+
     model = torch.nn.Linear(2, 2)
-    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
-    monkeypatch.setattr(comm, "all_gather", lambda value: [value, value])
-    monkeypatch.setattr(comm, "synchronize", lambda: None)
+    process_group(lambda value: [value, value])
     check_same_start(model, StartWeights("a.pth"), 3)
-    other = lambda value: [value, value if isinstance(value, bool) else (value[0], "other")]  # noqa: E731
-    monkeypatch.setattr(comm, "all_gather", other)
+
+    process_group(other_weights)
     with pytest.raises(SystemExit):
         check_same_start(model, StartWeights("a.pth"), 3)
-    assert (
-        "MODEL.WEIGHTS ('a.pth'): the processes start with different weights"
-        in capsys.readouterr().err
-    )
+    assert "MODEL.WEIGHTS ('a.pth')" in capsys.readouterr().err
 
 
 def test_gradients_equal_those_of_one_process_with_the_joint_batch(data, tmp_path):
@@ -152,26 +153,10 @@ def test_all_processes_end_if_one_fails(data, tmp_path, kind, reason):
 @pytest.mark.parametrize(
     ("error", "reported"),
     [
-        (
-            RuntimeError(
-                "[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:5."
-            ),
-            True,
-        ),
-        (
-            RuntimeError(
-                "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv"
-            ),
-            True,
-        ),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer"), True),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting"), True),
         (dist.DistStoreError("wait timeout after 8000ms"), True),
-        (
-            RuntimeError(
-                "[gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"
-            ),
-            False,
-        ),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:446] op.preamble.length"), False),
         (RuntimeError(), False),
     ],
 )
@@ -179,11 +164,14 @@ def test_a_lost_process_is_reported_and_a_bug_keeps_its_traceback(error, reporte
     def fail(args):
         raise error
 
-    with pytest.raises(UserError if reported else RuntimeError) as raised:
-        launch_from_args(
-            fail, get_parser().parse_args(["--num-gpus", "0", "--dist-timeout", "8"])
-        )
-    assert "--dist-timeout" in str(raised.value) if reported else raised.value is error
+    args = get_parser().parse_args(["--num-gpus", "0"])
+    with pytest.raises(RuntimeError) as raised:
+        launch_from_args(fail, args)
+
+    if reported:
+        assert isinstance(raised.value, UserError) and "--dist-timeout" in str(raised.value)
+    else:
+        assert raised.value is error
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks about a machine without a GPU")
@@ -211,13 +199,14 @@ def test_several_processes_without_a_gpu_need_torchrun():
 def test_a_user_error_or_a_lack_of_memory_is_one_message(capsys, error):
     with pytest.raises(SystemExit) as ended, errors_reported():
         raise error
-    assert ended.value.code == 1 and ended.value.__suppress_context__
+
     said = capsys.readouterr().err
+    assert ended.value.code == 1 and ended.value.__suppress_context__
     assert str(error) in said and "Traceback" not in said
-    with (
-        pytest.raises(ConnectionResetError),
-        errors_reported(),
-    ):  # not the user's: keeps its traceback
+
+
+def test_an_error_that_is_not_the_users_keeps_its_traceback():
+    with pytest.raises(ConnectionResetError), errors_reported():
         raise ConnectionResetError("c")
 
 
@@ -225,21 +214,19 @@ def test_a_user_error_or_a_lack_of_memory_is_one_message(capsys, error):
     ("rank", "failed"),
     [(0, [True, True]), (1, [True, True]), (1, [False, True]), (0, [False, True])],
 )
-def test_an_error_of_several_processes_is_reported_once(monkeypatch, capsys, rank, failed):
-    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
-    monkeypatch.setattr(comm, "get_rank", lambda: rank)
-    monkeypatch.setattr(
-        comm,
-        "all_gather",
-        lambda mine: failed if mine == failed[rank] else pytest.fail("wrong flag"),
-    )
-    monkeypatch.setattr(comm, "synchronize", lambda: None)
-    with pytest.raises(SystemExit) as ended, in_all_processes():
+def test_an_error_of_several_processes_is_reported_once(process_group, capsys, rank, failed):
+    def gather(mine):
+        assert mine == failed[rank]
+        return failed
+
+    process_group(gather, rank)
+
+    with pytest.raises(SystemExit, match="1"), in_all_processes():
         if failed[rank]:
             raise ConfigError("KEY (1): wrong. Fix: 2.")
-    assert ended.value.code == 1
+
     reported = rank == failed.index(True)
-    assert ("KEY (1): wrong" in capsys.readouterr().err) == reported
+    assert ("KEY (1)" in capsys.readouterr().err) == reported
 
 
 def wait_for_signal(index, folder):
@@ -255,11 +242,13 @@ def wait_for_signal(index, folder):
 
 @pytest.mark.slow
 def test_a_signal_to_the_launcher_stops_its_processes_first(tmp_path, monkeypatch):
-    spawn = torch.multiprocessing.spawn
-    launch = lambda *args, **kwargs: spawn(wait_for_signal, (str(tmp_path),), nprocs=2)  # noqa: E731
+    def launch(*args, **options):
+        torch.multiprocessing.spawn(wait_for_signal, (str(tmp_path),), nprocs=2)
+
     monkeypatch.setattr("gw_detectron.workbench.run.processes.launch", launch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     args = get_parser().parse_args(["--num-gpus", "2"])
+
     with child(lambda report: launch_from_args(print, args), tmp_path / "log") as run:
         deadline = time.monotonic() + LIMIT
         while len(list(tmp_path.glob("started *"))) < 2:
@@ -267,4 +256,6 @@ def test_a_signal_to_the_launcher_stops_its_processes_first(tmp_path, monkeypatc
             time.sleep(0.1)
         run.send(signal.SIGTERM)
         assert run.wait() == 143, run.output()
-    assert len(list(tmp_path.glob("stopped *"))) == 2 and "Traceback" not in run.output()
+
+    assert len(list(tmp_path.glob("stopped *"))) == 2
+    assert "Traceback" not in run.output()

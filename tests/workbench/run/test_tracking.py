@@ -30,52 +30,51 @@ log_text, log_metrics, end_run = lambda *a: None, log, lambda: note("finish")
 """
 
 
+def tracked(name, folder):
+    return changed_config(default_config(), {"TRACKER": name, "OUTPUT_DIR": str(folder)})
+
+
+def write_some(writer):
+    with EventStorage(4) as storage:
+        storage.put_scalar("bbox/AP-a<b", 1.5, smoothing_hint=False)
+        storage.iter = 5
+        storage.put_scalar("loss", 2.0)
+        writer.write()
+        writer.write()  # nothing new
+        storage.iter = 6
+        storage.put_scalar("bad", 0.0)
+        writer.write()  # does not raise
+    writer.close()
+
+
 @pytest.mark.parametrize("name", TRACKERS)
 def test_new_scalars_are_logged_by_iteration_and_the_run_is_continued(
     tmp_path, monkeypatch, name
 ):
-    path = tmp_path / "calls.txt"
-    (tmp_path / f"{name}.py").write_text(STAND_IN.format(path=str(path)))
+    calls = tmp_path / "calls.txt"
+    (tmp_path / f"{name}.py").write_text(STAND_IN.format(path=str(calls)))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, name, raising=False)
     output = tmp_path / "mine"
     output.mkdir()
-    cfg = changed_config(default_config(), {"TRACKER": name, "OUTPUT_DIR": str(output)})
+
     for _ in range(2):
-        writer = TrackerWriter(cfg)
-        with EventStorage(4) as storage:
-            storage.put_scalar("bbox/AP-a<b", 1.5, smoothing_hint=False)
-            storage.iter = 5
-            storage.put_scalar("loss", 2.0)
-            writer.write()
-            writer.write()  # nothing new
-            storage.iter = 6
-            storage.put_scalar("bad", 0.0)
-            writer.write()  # does not raise
-        writer.close()
-    first, *calls = [json.loads(line) for line in path.read_text().splitlines()]
-    assert calls[:3] == [
-        ["log", 4, {"bbox/AP-a_b": 1.5}],
-        ["log", 5, {"loss": 2.0}],
-        ["finish"],
-    ]
-    again = calls[3]
+        write_some(TrackerWriter(tracked(name, output)))
+
+    first, *logged, again = [json.loads(line) for line in calls.read_text().splitlines()][:5]
+    assert logged == [["log", 4, {"bbox/AP-a_b": 1.5}], ["log", 5, {"loss": 2.0}], ["finish"]]
     if name == "mlflow":
         assert (first, again) == (["init", None, "mine"], ["init", "abc", "mine"])
     else:
-        assert (
-            first == again
-            and first[2].startswith("mine-")
-            and first[1] == "allow"
-            and first[3] == 0.001
-        )
+        _, resume, run, rate = first
+        assert first == again
+        assert (resume, rate) == ("allow", 0.001) and run.startswith("mine-")
 
 
 def test_unknown_and_missing_trackers_are_refused(tmp_path, monkeypatch):
     assert config_of(arguments(tmp_path, "--track", "wandb")).TRACKER == "wandb"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
     for name, error in (("tensorboard", ConfigError), ("mlflow", MissingPackageError)):
         with pytest.raises(error, match=f"TRACKER .'{name}'"):
-            TrackerWriter(
-                changed_config(default_config(), {"TRACKER": name, "OUTPUT_DIR": str(tmp_path)})
-            )
+            TrackerWriter(tracked(name, tmp_path))
