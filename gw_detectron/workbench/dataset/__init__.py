@@ -1,20 +1,13 @@
-"""Datasets: a user's own in COCO format, and a synthetic one that comes with the package."""
+"""Datasets of a user, in COCO format."""
 
 from .datasets_yaml import read_datasets
 from .recipe import auto_config
 from .source import CocoDataset, CocoDatasets, register_datasets
-from .synthetic import SyntheticConfig, make_synthetic, register_synthetic, synthetic_images
 
 __all__ = [
     "CocoDataset",
     "CocoDatasets",
-    "SyntheticConfig",
     "auto_config",
-    "make_synthetic",
     "read_datasets",
     "register_datasets",
-    "register_synthetic",
-    "synthetic_images",
 ]
-
-register_synthetic()

@@ -5,7 +5,7 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -214,48 +214,35 @@ def _place(file_name: str) -> float:
     )
 
 
-class GeneratedFiles(PathHandler):
-    """Path handler of files that ``make`` writes when one of them is first used.
+class DerivedFile(PathHandler):
+    """Path handler of a completed COCO file, or of a part of its split.
+
+    The file is written when it is first used as a local file. Opening the path before, as preflight does, writes
+    nothing: a refused run leaves its output folder unchanged.
 
     Not a ``NativePathHandler``: iopath would then use it for all local files.
     """
 
-    def __init__(self, paths: list[str], make: Callable[[], Any]) -> None:
+    def __init__(self, path: str, source: str, content: Any) -> None:
         super().__init__()
-        self._paths, self._make = paths, make
+        self._path = path
+        self._source = source
+        self._text = json.dumps(content)  # "" once it is written
 
     def _get_supported_prefixes(self) -> list[str]:
-        return self._paths
+        return [self._path]
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
-        self._make()
+        if self._text:
+            file = Path(self._path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(file) as temporary:
+                temporary.write_text(self._text)
+            self._text = ""
+            logging.getLogger(__name__).info("'%s': written from '%s'", file, self._source)
         return path
 
     def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
-        return open(self._get_local_path(path), mode, buffering, **kwargs)
-
-
-class DerivedFile(GeneratedFiles):
-    """A completed COCO file, or a part of its split.
-
-    It is written when it is first used as a local file. Opening the path before, as preflight does, writes nothing: a
-    refused run leaves its output folder unchanged.
-    """
-
-    def __init__(self, path: str, source: str, content: Any) -> None:
-        super().__init__([path], self._write)
-        self._source, self._text = source, json.dumps(content)
-
-    def _write(self) -> None:
-        if self._text:
-            path = Path(self._paths[0])
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as temporary:
-                temporary.write_text(self._text)
-            self._text = ""
-            logging.getLogger(__name__).info("'%s': written from '%s'", path, self._source)
-
-    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
         if not self._text:
-            return super()._open(path, mode, buffering, **kwargs)
+            return open(path, mode, buffering, **kwargs)
         return io.BytesIO(self._text.encode()) if "b" in mode else io.StringIO(self._text)

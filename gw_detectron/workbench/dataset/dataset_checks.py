@@ -228,7 +228,7 @@ def _check_dataset(
         warnings += content.get(COMPLETED, [])
         data[name] = read_fingerprint([{"annotations": [], **content}])
     except FileNotFoundError:
-        report.errors.append(f"{where}: file not found. {_place()}")
+        report.errors.append(f"{where}: file not found. {_place(metadata.get('made_by'))}")
         return None
     except (DataError, OSError, ValueError) as error:  # ValueError: of a handler of addresses
         text = str(error).removeprefix(f"'{source}': ")
@@ -247,7 +247,9 @@ def _check_dataset(
     return classes if json_file is None else data[name].classes
 
 
-def _place() -> str:
+def _place(made_by: str | None = None) -> str:
+    if made_by:
+        return f"Fix: run `{made_by}` in a clone of the repository."
     folder = os.environ.get("DETECTRON2_DATASETS", "datasets")
     return f"Fix: put it there, or set DETECTRON2_DATASETS to the folder of the datasets (now '{folder}')."
 

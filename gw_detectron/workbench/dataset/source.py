@@ -29,6 +29,7 @@ class CocoDataset:
     )  # default: from the file's categories
     # pairs that a horizontal flip exchanges; default: names that differ only in left and right
     keypoint_flip_map: list[list[str]] = field(default_factory=list)
+    made_by: str = ""  # command that writes the files; the message on a missing file names it
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def _resolve(
                 classes = classes or {
                     each["id"]: each["name"] for each in content["categories"]
                 }
-            source = {"source": dataset.json, **_keypoint_metadata(dataset, content)}
+            source = {"source": dataset.json, "made_by": dataset.made_by}
+            source |= _keypoint_metadata(dataset, content)
             completed = complete_coco(content, classes)
             if dataset.val_fraction:
                 names = {"train": name, "val": f"{name.removesuffix('_train')}_val"}

@@ -167,7 +167,7 @@ def test_the_error_of_a_hook_is_not_taken_for_one_of_a_worker(tmp_path):
 
 
 def test_a_damaged_image_is_named(tmp_path, small_dataset):
-    data = small_dataset / "gw_synthetic"
+    data = small_dataset
     victims = sorted((data / "train").iterdir())
     trainer = trainer_for(tmp_path)  # the checks would find the damage
     kept = [path.read_bytes() for path in victims]

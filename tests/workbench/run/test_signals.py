@@ -135,7 +135,7 @@ def test_two_processes_stop_after_the_same_step(small_dataset, tmp_path):
     with (tmp_path / "log").open("w+") as log:
         run = subprocess.Popen(
             [sys.executable, *launcher, *command],
-            env=environment(small_dataset),
+            env=environment(SHAPES=str(small_dataset)),
             stdout=log,
             stderr=log,
             start_new_session=True,
