@@ -16,9 +16,12 @@ help: ## print this list; PYTEST_ARGS, DEMO_ARGS, MATRIX_ARGS and LOCK_ARGS hold
 
 setup: $(STAMPS)/package ## create .venv: pinned dependencies, Detectron2, this package in editable mode
 
-demo: setup ## train and evaluate a small Group Whitening Mask R-CNN; results go to output/demo
+demo: setup datasets/gw_synthetic ## train and evaluate a small Group Whitening Mask R-CNN; results go to output/demo
 	$(BIN)/gw-detectron train --overwrite --config-file $(DEMO) $(DEMO_ARGS)
 	$(BIN)/gw-detectron report output/demo
+
+datasets/gw_synthetic: | $(STAMPS)/package
+	$(BIN)/python -m examples.shapes $@
 
 test: setup ## run the fast tests, which cover every feature: run them before each commit
 	$(BIN)/python -m pytest -n auto -m "not slow" $(PYTEST_ARGS)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gw_detectron.workbench.dataset import synthetic_images
+from examples.shapes import draw_images
 from gw_detectron.workbench.images.reading import read_image
 from gw_detectron.workbench.predict import open_predictor
 
@@ -128,7 +128,7 @@ def measure_detectors(
         repeats: rounds of timed predictions.
         device: where they run.
     """
-    pixels = read_image(image, "RGB") if image else np.array(synthetic_images(1)[0])
+    pixels = read_image(image, "RGB") if image else np.array(draw_images(1)[0])
     steps = {
         model: Step(partial(open_predictor(model, device=str(device)), pixels))
         for model in models

@@ -13,9 +13,9 @@ import torch
 from matplotlib import pyplot
 from torch import Tensor, nn
 
+from examples.shapes import draw_images
 from gw_detectron import GroupWhitening2d
 from gw_detectron.atomic import atomic_write
-from gw_detectron.workbench.dataset import synthetic_images
 
 from .small_batch import RESULTS, scored
 
@@ -27,7 +27,7 @@ def features() -> Tensor:
     """Compute feature maps of an image by two random convolutions."""
     torch.manual_seed(0)
     pixels = torch.frombuffer(
-        bytearray(synthetic_images(1)[0].convert("RGB").resize((128, 128)).tobytes()),
+        bytearray(draw_images(1)[0].convert("RGB").resize((128, 128)).tobytes()),
         dtype=torch.uint8,
     )
     x = pixels.reshape(1, 128, 128, 3).permute(0, 3, 1, 2) / 255

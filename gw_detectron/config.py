@@ -121,7 +121,9 @@ def shipped_configs() -> dict[str, Path]:
     for folder in (package / "configs", package.parent / "configs"):
         if folder.is_dir():
             files = sorted(
-                path for path in folder.rglob("*") if path.suffix in (".yaml", ".py")
+                path
+                for path in folder.rglob("*")
+                if path.suffix in (".yaml", ".py") and path.name != "datasets.yaml"
             )
             return {path.relative_to(folder).as_posix(): path for path in files}
     raise MissingFileError(

@@ -7,7 +7,8 @@ R50 = DET + "faster_rcnn_R_50_FPN_"
 X101 = SEG + "mask_rcnn_X_101_32x8d_FPN_4conv1fc_1x_"
 F, B, G, W = "FrozenBN", "BN", "GN", "GW"
 
-# name -> number of blocks; norms of stem, conv1, conv2, conv3, shortcut; FPN (8 convs), box head (4), mask head (4)
+# name -> number of blocks; norms of stem, conv1, conv2, conv3, shortcut; FPN (8 convs), box head (4),
+# mask head (4)
 LAYOUTS = {
     R50 + "1x_FrozenBN": (16, (F, F, F, F, F), "", "", ""),
     R50 + "1x_GN": (16, (G, G, G, G, G), "", "", ""),

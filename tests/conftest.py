@@ -6,13 +6,14 @@ from hypothesis import settings
 
 from .loggers import reset_loggers
 
-# Several test processes share the machine's cores; threads that wait for each other would only slow all of them.
-# Set before torch is imported, and inherited by the processes that tests start.
+# Several test processes share the machine's cores; threads that wait for each other would only slow
+# all of them. Set before torch is imported, and inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cuBLAS gives the same bits twice only with a workspace of a fixed size; torch reads this once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# No limit for the time of an example: a machine can be busy. The same examples each time, and no database of them.
+# No limit for the time of an example: a machine can be busy. The same examples each time, and no
+# database of them.
 settings.register_profile("tests", deadline=None, derandomize=True, database=None)
 settings.register_profile("long", deadline=None, max_examples=3400)  # make fuzz
 settings.load_profile("tests")
@@ -27,12 +28,19 @@ def loggers_reset():
 @pytest.fixture(autouse=True)
 def datasets_forgotten():
     """Forget the datasets that a test registers, except for those of an import."""
-    before = set(data.DatasetCatalog) if (data := sys.modules.get("detectron2.data")) else None
+    data = sys.modules.get("detectron2.data")
+    if not data:
+        yield
+        return
+
+    before = set(data.DatasetCatalog)
     yield
-    for name in set(data.DatasetCatalog) - before if data else ():
-        if not name.startswith("gw_synthetic"):
-            data.DatasetCatalog.pop(name)
-            data.MetadataCatalog.pop(name, None)
+    source = sys.modules.get("gw_detectron.workbench.dataset.source")
+    for name in set(data.DatasetCatalog) - before:
+        data.DatasetCatalog.pop(name)
+        data.MetadataCatalog.pop(name, None)
+        if source:
+            source._opened.pop(name, None)
 
 
 @pytest.fixture
@@ -46,10 +54,20 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def small_dataset(tmp_path_factory):
-    """Register the small dataset for the tests of a module; return the folder of the datasets."""
-    from .tiny_run import dataset  # imports torch
+@pytest.fixture(scope="session")
+def shapes(tmp_path_factory):
+    """Write the small dataset of shapes once per process; return its folder."""
+    from .shapes import write_small_shapes  # imports torch
 
-    with dataset(tmp_path_factory.mktemp("datasets")) as root:
-        yield root
+    folder = tmp_path_factory.mktemp("datasets") / "shapes"
+    write_small_shapes(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small_dataset(shapes):
+    """Register the small dataset for the tests of a module; return its folder."""
+    from .shapes import registered
+
+    with registered(shapes):
+        yield shapes

@@ -5,7 +5,10 @@ import sys
 
 
 def reset_loggers() -> None:
-    """Let messages propagate to the root logger again, on which ``caplog`` relies, and forget each open ``log.txt``."""
+    """Undo it: ``caplog`` relies on messages that reach the root logger.
+
+    Each open ``log.txt`` is forgotten.
+    """
     if set_up := sys.modules.get("detectron2.utils.logger"):
         set_up.setup_logger.cache_clear()
         set_up._cached_log_stream.cache_clear()

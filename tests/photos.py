@@ -22,17 +22,23 @@ def write_photos(
     folder: Path, names: Iterable[str], file: str = "annotations.json"
 ) -> dict[str, Any]:
     """Write ``folder/photos`` and ``folder/FILE``; return the content of the file."""
+    photos = folder / "photos"
+    photos.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {"images": [], "annotations": [], "categories": CATEGORIES}
     for number, name in enumerate(names, start=1):
         random = np.random.default_rng(int(name[4:8]))
-        width, height = (int(side) for side in random.integers(64, 97, 2))
+        width, height = random.integers(64, 97, 2).tolist()
         image = Image.fromarray(random.integers(90, 160, (height, width, 3), dtype=np.uint8))
+        content["images"].append(
+            {"id": number, "file_name": name, "width": width, "height": height}
+        )
+
         for _ in range(2):
             side = int(random.integers(20, 40))
-            x, y = int(random.integers(0, width - side)), int(random.integers(0, height - side))
-            kind = int(random.integers(3))
+            x = int(random.integers(0, width - side))
+            y = int(random.integers(0, height - side))
+            kind = random.integers(3)
             ImageDraw.Draw(image).rectangle((x, y, x + side, y + side), fill=_COLORS[kind])
-            corners = [x, y, x + side, y, x + side, y + side, x, y + side]
             content["annotations"].append(
                 {
                     "id": len(content["annotations"]) + 1,
@@ -41,14 +47,10 @@ def write_photos(
                     "bbox": [x, y, side, side],
                     "area": side * side,
                     "iscrowd": 0,
-                    "segmentation": [corners],
+                    "segmentation": [[x, y, x + side, y, x + side, y + side, x, y + side]],
                 }
             )
-        path = folder / "photos" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        image.save(path)
-        content["images"].append(
-            {"id": number, "file_name": name, "width": width, "height": height}
-        )
+        image.save(photos / name)
+
     (folder / file).write_text(json.dumps(content))
     return content

@@ -26,7 +26,11 @@ from .coco_rows import LAYOUTS, PREPROCESSING, R50, RECIPE, SCRATCH, SEG, X101, 
 from .tiny_run import ROOT
 
 CONFIGS = ROOT / "configs"
-ALL = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))
+ALL = sorted(
+    str(path.relative_to(CONFIGS).with_suffix(""))
+    for path in CONFIGS.rglob("*.yaml")
+    if path.name != "datasets.yaml"
+)
 RUNNABLE = [name for name in ALL if not Path(name).name.startswith("Base-")]
 COCO = [name for name in RUNNABLE if name.startswith("COCO-") and name not in ARCHITECTURES]
 FROM_SCRATCH = [name for name in COCO if name.startswith("COCO-FromScratch/")]

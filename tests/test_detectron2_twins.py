@@ -22,7 +22,6 @@ from gw_detectron.weights import GWDetectionCheckpointer
 from gw_detectron.workbench.run import Trainer
 
 from .test_configs import load, tiny_batch
-from .tiny_run import dataset
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LAZY = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.py"))
@@ -127,7 +126,7 @@ def test_the_lazy_row_of_table_4_is_that_of_the_yaml():
 
 
 @pytest.mark.slow
-def test_a_lazy_config_trains_and_is_resumed_with_its_norms(tmp_path):
+def test_a_lazy_config_trains_and_is_resumed_with_its_norms(small_dataset, tmp_path):
     """The steps of Detectron2's lazyconfig_train_net.py."""
     lazy = gw_detectron.model_zoo.get_config(f"{TABLE_4}.py")
     lazy.model.backbone.bottom_up.depth, lazy.model.backbone.bottom_up.freeze_at = 18, 0
@@ -137,17 +136,16 @@ def test_a_lazy_config_trains_and_is_resumed_with_its_norms(tmp_path):
     data.dataset.names, data.total_batch_size, data.num_workers = "gw_synthetic_train", 2, 0
     data.mapper.augmentations[0].short_edge_length = [64]
     losses = []
-    with dataset(tmp_path / "data"):
-        for resume in (False, True):
-            model = instantiate(lazy.model).train()
-            lazy.optimizer.params.model = model
-            trainer = SimpleTrainer(model, instantiate(data), instantiate(lazy.optimizer))
-            checkpointer = GWDetectionCheckpointer(model, str(tmp_path), trainer=trainer)
-            checkpointer.resume_or_load("", resume=resume)
-            assert trainer.iter == int(resume)
-            trainer.register_hooks([hooks.PeriodicCheckpointer(checkpointer, 10)])
-            trainer.train(trainer.iter + resume, 2 + 2 * resume)
-            losses.append(trainer.storage.latest()["total_loss"][0])
+    for resume in (False, True):
+        model = instantiate(lazy.model).train()
+        lazy.optimizer.params.model = model
+        trainer = SimpleTrainer(model, instantiate(data), instantiate(lazy.optimizer))
+        checkpointer = GWDetectionCheckpointer(model, str(tmp_path), trainer=trainer)
+        checkpointer.resume_or_load("", resume=resume)
+        assert trainer.iter == int(resume)
+        trainer.register_hooks([hooks.PeriodicCheckpointer(checkpointer, 10)])
+        trainer.train(trainer.iter + resume, 2 + 2 * resume)
+        losses.append(trainer.storage.latest()["total_loss"][0])
     assert all(map(math.isfinite, losses))
     assert "GW" in str(torch.load(tmp_path / "model_final.pth", weights_only=True)["norms"])
 

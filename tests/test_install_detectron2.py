@@ -26,12 +26,14 @@ def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "detectron2/model_zoo/configs/common/train.py": "",
         **{f"projects/{project}/__init__.py": "" for project in install_detectron2.PROJECTS},
     }
+
     archive = tmp_path / "a.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         for name, text in files.items():
             info = tarfile.TarInfo(f"release/{name}")
             info.size = len(text)
             tar.addfile(info, io.BytesIO(text.encode()))
+
     monkeypatch.setattr(install_detectron2, "PATCHES", [("masks.py", r"\bnp\.bool\b", "bool")])
     monkeypatch.setattr(install_detectron2, "read_archive", Path.read_bytes)
     return archive
@@ -39,12 +41,14 @@ def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_wheel_of_a_patched_tree(release: Path, tmp_path: Path):
     wheel = install_detectron2.build_wheel(release, tmp_path / "out")
+
     with zipfile.ZipFile(wheel) as file:
         contents = {name for name in file.namelist() if ".dist-info/" not in name}
         masks = file.read("detectron2/masks.py").decode()
         metadata = file.read(
             f"detectron2-{install_detectron2.VERSION}.dist-info/METADATA"
         ).decode()
+
     projects = [
         f"detectron2/projects/{Path(project).name}/__init__.py"
         for project in install_detectron2.PROJECTS
@@ -82,17 +86,21 @@ def test_stub_of_the_compiled_operators():
 
 def test_another_archive_is_refused_unexecuted(tmp_path, monkeypatch, capsys):
     executed = tmp_path / "executed"
-    text = f"open({str(executed)!r}, 'w')\nimport setuptools; setuptools.setup(name='pb1-detectron2', version='0.6')\n"
+    text = f"""
+open({str(executed)!r}, "w")
+import setuptools
+setuptools.setup(name="pb1-detectron2", version="0.6")
+"""
     (tmp_path / "registry").mkdir()
     (tmp_path / "setup.py").write_text(text)
     archive = tmp_path / "registry" / "pb1-detectron2-0.6.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(tmp_path / "setup.py", "pb1-detectron2-0.6/setup.py")
-    assert (
-        install_detectron2.main(["--sdist", str(archive), "--wheel-dir", str(tmp_path / "out")])
-        == 1
-    )
+
+    flags = ["--sdist", str(archive), "--wheel-dir", str(tmp_path / "out")]
+    assert install_detectron2.main(flags) == 1
     assert install_detectron2.SDIST_SHA256 in capsys.readouterr().err
+
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(archive.parent))
     monkeypatch.setattr(
@@ -100,7 +108,8 @@ def test_another_archive_is_refused_unexecuted(tmp_path, monkeypatch, capsys):
     )
     with pytest.raises(InstallError, match="HASHES"):
         install_detectron2.download(tmp_path)
-    assert not executed.exists() and not (tmp_path / "out").exists()
+    assert not executed.exists()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import torch
 
 from gw_detectron.installation import git_commit, has_detectron2
 from gw_detectron.workbench.commands import doctor
-from gw_detectron.workbench.dataset.synthetic import make_synthetic
 
-from .tiny_run import DATA, ROOT, environment, words
+from .tiny_run import ROOT, environment, words
 
 #: hides Detectron2; with ``torch_alone`` also every distribution that torch does not require
 HIDE = """
@@ -115,21 +114,17 @@ print("trained", sum("GroupWhitening2d" in type(m).__name__ for m in trainer.mod
 """
 
 
-def test_a_stock_script_trains_with_our_yaml_by_the_environment_module(tmp_path):
-    make_synthetic(tmp_path, DATA)
+def test_a_stock_script_trains_with_our_yaml_by_the_environment_module(shapes, tmp_path):
     (tmp_path / "stock.py").write_text(STOCK)
     command = [
         sys.executable,
         "stock.py",
         *words(tmp_path / "output", SOLVER__MAX_ITER=2, SOLVER__STEPS="(1,)"),
     ]
-    variables = {
-        "SHAPES": str(tmp_path / "gw_synthetic"),
-        "DETECTRON2_ENV_MODULE": "gw_detectron.env",
-    }
+    variables = {"SHAPES": str(shapes), "DETECTRON2_ENV_MODULE": "gw_detectron.env"}
     ended = subprocess.run(
         command,
-        env=environment(tmp_path / "none", **variables),
+        env=environment(**variables),
         cwd=tmp_path,
         capture_output=True,
         text=True,

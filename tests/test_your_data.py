@@ -20,7 +20,7 @@ from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check
 
 from .documentation.pages import blocks, commands, read
 from .photos import photo_names, write_photos
-from .tiny_run import OPTS, ROOT, config_of, environment
+from .tiny_run import OPTS, ROOT, config_of, environment, key_words
 
 PAGE = read("docs/your_data.md")
 SMALL, ON_GPU, TWO_FILES, RESUME, EVALUATE, OTHER_PHOTOS, TRAINING_PHOTOS = (
@@ -57,94 +57,121 @@ def test_the_configs_of_the_table_start_as_it_says(user):
     rows = re.findall(r"^\| .* \| `([\w/.-]+\.yaml)` \| (.*) \|$", PAGE, flags=re.MULTILINE)
     assert len(rows) == 6
     for name, start in rows:
-        weights = config([*SMALL[:4], "--config-file", f"configs/{name}"]).MODEL.WEIGHTS
-        assert (f"`{weights}`" if weights else "random values") == start
+        cfg = config([*SMALL[:4], "--config-file", f"configs/{name}"])
+        weights = cfg.MODEL.WEIGHTS
+        assert start == (f"`{weights}`" if weights else "random values")
 
 
 def test_the_example_of_a_json_is_sound():
     (example,) = blocks("docs/your_data.md", "json")
     for training in (True, False):
-        assert check_coco(json.loads(example), DatasetNeeds(training, masks=True)) == ([], [])
+        faults = check_coco(json.loads(example), DatasetNeeds(training, masks=True))
+        assert faults == ([], [])
 
 
 def test_the_example_of_a_yaml(user):
     (example,) = blocks("docs/your_data.md", "yaml")
-    (user / "mydata" / "datasets.yaml").write_text(example)
-    write_photos(user / "mydata" / "garden", photo_names(5))
-    (user / "mydata" / "garden" / "annotations.json").rename(user / "mydata" / "garden.json")
-    found = register_datasets(read_datasets("mydata/datasets.yaml"), "output")
-    assert list(found.train) == ["kitchen", "garden"] and list(found.val) == [
-        "garden_val",
-        "kitchen_val",
-    ]
+    mydata = user / "mydata"
+    (mydata / "datasets.yaml").write_text(example)
+    write_photos(mydata / "garden", photo_names(5), "../garden.json")
+
+    named = register_datasets(read_datasets("mydata/datasets.yaml"), "output")
+
+    assert list(named.train) == ["kitchen", "garden"]
+    assert list(named.val) == ["garden_val", "kitchen_val"]
 
 
 def test_voc_boxes_become_coco(tmp_path, monkeypatch):
     for name in ("Annotations", "ImageSets/Main", "JPEGImages"):
         (tmp_path / name).mkdir(parents=True)
-    Image.new("RGB", (40, 20)).save(tmp_path / "JPEGImages" / "a.jpg")
-    boxes = {
-        "dog": (1, 1, 40, 20),
-        "cat": (11, 5, 20, 14),
-        "ant": (5, 5, 4, 9),
-    }  # the last one has no area
-    objects = "".join(
-        f"<object><name>{name}</name><difficult>{int(name == 'cat')}</difficult><bndbox><xmin>{x}</xmin>"
-        f"<ymin>{y}</ymin><xmax>{right}</xmax><ymax>{bottom}</ymax></bndbox></object>"
-        for name, (x, y, right, bottom) in boxes.items()
+    (tmp_path / "ImageSets/Main/train.txt").write_text("a\n")
+    Image.new("RGB", (40, 20)).save(tmp_path / "JPEGImages/a.jpg")
+    objects = (
+        voc_object("dog", 0, (1, 1, 40, 20)),
+        voc_object("cat", 1, (11, 5, 20, 14)),
+        voc_object("ant", 0, (5, 5, 4, 9)),  # has no area
     )
-    (tmp_path / "Annotations" / "a.xml").write_text(f"<annotation>{objects}</annotation>")
-    (tmp_path / "ImageSets" / "Main" / "train.txt").write_text("a\n")
+    annotation = f"<annotation>{''.join(objects)}</annotation>"
+    (tmp_path / "Annotations/a.xml").write_text(annotation)
+
     content = convert(monkeypatch, "bccd", tmp_path, "--max-side", "20")
-    assert [each["name"] for each in content["categories"]] == ["ant", "cat", "dog"]
-    assert [each["bbox"] for each in content["annotations"]] == [[0, 0, 20, 10], [5, 2, 5, 5]]
-    assert [(each["category_id"], each["iscrowd"]) for each in content["annotations"]] == [
-        (3, 0),
-        (2, 1),
-    ]
+
+    assert [category["name"] for category in content["categories"]] == ["ant", "cat", "dog"]
+    annotations = content["annotations"]  # of dog and cat
+    assert [annotation["category_id"] for annotation in annotations] == [3, 2]
+    assert [annotation["iscrowd"] for annotation in annotations] == [0, 1]
+    assert [annotation["bbox"] for annotation in annotations] == [[0, 0, 20, 10], [5, 2, 5, 5]]
 
 
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [(255, "n{}"), (1, "n{}"), (255, "photo")],
-    ids=["255", "1", "same names"],
-)
-def test_masks_become_coco(tmp_path, monkeypatch, value, name):
+def voc_object(name, difficult, box):
+    x, y, right, bottom = box
+    return f"""
+        <object>
+          <name>{name}</name><difficult>{difficult}</difficult>
+          <bndbox><xmin>{x}</xmin><ymin>{y}</ymin><xmax>{right}</xmax><ymax>{bottom}</ymax></bndbox>
+        </object>"""
+
+
+@pytest.fixture(params=[(255, "n{}"), (1, "n{}"), (255, "photo")])
+def nuclei(request, tmp_path):
+    """Write five images with one mask each, of this value; return the folder and the name of an image."""
+    value, name = request.param
     mask = np.zeros((20, 30), np.uint8)
     mask[4:10, 6:9] = value
     for number in range(5):
-        folder = tmp_path / "source" / f"n{number}"
-        for each in ("images", "masks"):
-            (folder / each).mkdir(parents=True)
-        Image.new("RGBA", (30, 20), (number, 0, 0)).save(
-            folder / "images" / f"{name.format(number)}.png"
-        )
+        folder = tmp_path / f"n{number}"
+        (folder / "images").mkdir(parents=True)
+        (folder / "masks").mkdir()
+        file = f"{name.format(number)}.png"
+        image = Image.new("RGBA", (30, 20), (number, 0, 0))
+        image.save(folder / "images" / file)
         Image.fromarray(mask).save(folder / "masks" / "m.png")
-    content = convert(monkeypatch, "nuclei", tmp_path / "source")
-    val = json.loads((tmp_path / "source" / "out" / "val.json").read_text())
-    assert (len(content["images"]), len(val["images"])) == (4, 1)
-    for image in (*content["images"], *val["images"]):
-        with Image.open(tmp_path / "source" / "out" / "images" / image["file_name"]) as photo:
-            assert f"n{photo.getpixel((0, 0))[0]}.png" == image["file_name"]
-    (found,) = val["annotations"]
-    assert (found["bbox"], found["area"]) == ([6, 4, 3, 6], 18)
-    assert (coco_mask.decode(found["segmentation"]) == (mask > 0)).all()
-    Image.fromarray(np.full((20, 30), 700, np.uint16)).save(
-        folder / "images" / f"{name.format(number)}.png"
-    )
-    with pytest.raises(SystemExit, match="8 bits"):
-        convert(monkeypatch, "nuclei", tmp_path / "source")
-    Image.new("L", (30, 20)).save(folder / "images" / "other.png")
-    with pytest.raises(SystemExit, match="2 png files"):
-        convert(monkeypatch, "nuclei", tmp_path / "source")
+    return tmp_path
+
+
+def test_masks_become_coco(nuclei, monkeypatch):
+    train = convert(monkeypatch, "nuclei", nuclei)
+
+    val = json.loads((nuclei / "out" / "val.json").read_text())
+    assert len(train["images"]) == 4
+    assert len(val["images"]) == 1
+    for image in train["images"] + val["images"]:
+        with Image.open(nuclei / "out" / "images" / image["file_name"]) as photo:
+            red, *_ = photo.getpixel((0, 0))
+        assert image["file_name"] == f"n{red}.png"
+
+    (annotation,) = val["annotations"]
+    assert annotation["bbox"] == [6, 4, 3, 6]
+    assert annotation["area"] == 18
+    mask = coco_mask.decode(annotation["segmentation"])
+    assert mask.sum() == mask[4:10, 6:9].sum() == 18
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "told"),
+    [("photo.png", "I;16", "8 bits"), ("other.png", "L", "2 png files")],
+)
+def test_images_of_nuclei_that_are_refused(tmp_path, monkeypatch, name, mode, told):
+    images = tmp_path / "n0" / "images"
+    images.mkdir(parents=True)
+    (tmp_path / "n0" / "masks").mkdir()
+    Image.new("L", (30, 20)).save(images / "photo.png")
+    Image.new(mode, (30, 20), 700).save(images / name)
+
+    with pytest.raises(SystemExit, match=told):
+        convert(monkeypatch, "nuclei", tmp_path)
 
 
 def convert(monkeypatch, name, folder, *flags):
     """Run an example; return its train.json, which has to pass the checks."""
-    monkeypatch.setattr(sys, "argv", ["", str(folder), str(folder / "out"), *flags])
-    runpy.run_path(str(ROOT / "examples" / f"{name}_to_coco.py"), run_name="__main__")
-    content = json.loads((folder / "out" / "train.json").read_text())
-    assert not check_coco(content, DatasetNeeds(True, masks=name == "nuclei"))[0]
+    output = folder / "out"
+    monkeypatch.setattr(sys, "argv", ["", str(folder), str(output), *flags])
+    script = ROOT / "examples" / f"{name}_to_coco.py"
+    runpy.run_path(str(script), run_name="__main__")
+
+    content = json.loads((output / "train.json").read_text())
+    errors, _ = check_coco(content, DatasetNeeds(True, masks=name == "nuclei"))
+    assert not errors
     return content
 
 
@@ -154,13 +181,9 @@ def test_the_commands_run_in_their_order(user):
     del tiny["MODEL.DEVICE"]  # the commands say --num-gpus 0
 
     def run(command, **changes):
-        words = [
-            *command[1:],
-            *(str(word) for pair in {**tiny, **changes}.items() for word in pair),
-        ]
         ended = subprocess.run(
-            [sys.executable, "-m", "gw_detectron", *words],
-            env=environment(user),
+            [sys.executable, "-m", "gw_detectron", *command[1:], *key_words(tiny | changes)],
+            env=environment(),
             capture_output=True,
             text=True,
             timeout=300,
@@ -169,25 +192,17 @@ def test_the_commands_run_in_their_order(user):
         return ended.stdout
 
     run(SMALL)
-    names = os.listdir("output/small")
-    assert {
-        "config.yaml",
-        "datasets.yaml",
-        "datasets",
-        "model_final.pth",
-        "metrics.json",
-    } <= set(names)
+    written = {"config.yaml", "datasets.yaml", "datasets", "model_final.pth", "metrics.json"}
+    assert written <= set(os.listdir("output/small"))
     assert "Starting training from iteration 4" in run(RESUME, **{"SOLVER.MAX_ITER": 6})
+
     for command, dataset in (
         (EVALUATE, "custom_val"),
         (OTHER_PHOTOS, "more_val"),
         (TRAINING_PHOTOS, "custom_train"),
     ):
         printed = run(command)
-        assert f" on {dataset}. " in printed and "Evaluation results for segm" in printed
-        assert (
-            dataset
-            in yaml.safe_load(Path("output/small/inference/config.yaml").read_text())[
-                "DATASETS"
-            ]["TEST"]
-        )
+        assert f" on {dataset}. " in printed
+        assert "Evaluation results for segm" in printed
+        record = yaml.safe_load(Path("output/small/inference/config.yaml").read_text())
+        assert dataset in record["DATASETS"]["TEST"]

@@ -1,25 +1,22 @@
-"""A run small enough for a test. As a script it starts another one on the small dataset: tiny_run.py SCRIPT ARGS."""
+"""A run small enough for a test.
+
+As a script, ``tiny_run.py SCRIPT ARGS``, it starts another script on the small dataset in the folder $SHAPES.
+"""
 
 import argparse
-import contextlib
 import os
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 from detectron2.config import CfgNode
 
 from gw_detectron.workbench.commands.train import get_parser
-from gw_detectron.workbench.dataset import SyntheticConfig, make_synthetic, register_synthetic
 from gw_detectron.workbench.run import RunRequest, prepare
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "quick_schedules" / "mask_rcnn_R_18_FPN_BN_GW_demo.yaml"
-DATA = SyntheticConfig(
-    num_train=12, num_val=3, min_side=64, max_side=80, max_objects=3, min_size=0.3
-)
-
 OPTS = {
     "MODEL.DEVICE": "cpu",
     "MODEL.FPN.OUT_CHANNELS": 32,
@@ -55,34 +52,17 @@ RETINANET = {
 }
 
 
-@contextlib.contextmanager
-def dataset(root: Path) -> Iterator[Path]:
-    """Generate and register the small dataset, for all tasks; register the default one at the end."""
-    from .other_tasks import add_other_tasks, remove_other_tasks  # relative: not as a script
-
-    make_synthetic(root, DATA)
-    register_synthetic(root, DATA)
-    add_other_tasks(root, DATA)
-    try:
-        yield root
-    finally:
-        remove_other_tasks(DATA)
-        register_synthetic()
+def key_words(values: Mapping[str, object]) -> list[str]:
+    """Config keys and their values, as words of a command line."""
+    return [str(word) for pair in values.items() for word in pair]
 
 
 def words(output: Path, *flags: str, **overrides: object) -> list[str]:
     """The words after ``train_net.py``; overrides are written with ``__`` for the dot."""
-    opts = {
-        **OPTS,
-        "OUTPUT_DIR": str(output),
-        **{k.replace("__", "."): v for k, v in overrides.items()},
-    }
-    return [
-        "--config-file",
-        str(CONFIG),
-        *flags,
-        *(str(word) for pair in opts.items() for word in pair),
-    ]
+    opts = {**OPTS, "OUTPUT_DIR": output}
+    for name, value in overrides.items():
+        opts[name.replace("__", ".")] = value
+    return ["--config-file", str(CONFIG), *flags, *key_words(opts)]
 
 
 def arguments(output: Path, *flags: str, **overrides: object) -> argparse.Namespace:
@@ -94,12 +74,11 @@ def config_of(args: argparse.Namespace) -> CfgNode:
     return prepare(RunRequest.from_flags(args)).cfg
 
 
-def environment(data: Path, **variables: str) -> dict[str, str]:
-    """The environment of a subprocess that runs this file or imports the package."""
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of a subprocess that runs this file, which needs SHAPES, or imports the package."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
-        "DETECTRON2_DATASETS": str(data),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONWARNINGS": "ignore",
@@ -108,6 +87,8 @@ def environment(data: Path, **variables: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    register_synthetic(config=DATA)
+    from tests.shapes import register_shapes
+
+    register_shapes(Path(os.environ["SHAPES"]))
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -91,7 +91,6 @@ def run_combination(python: Path) -> list[str]:
     def run(*words: str, **options: bool) -> subprocess.CompletedProcess[str]:
         variables = {
             "PYTHONPATH": str(ROOT),
-            "DETECTRON2_DATASETS": str(BUILD / "datasets"),
             "PYTHONWARNINGS": "ignore",
         }
         return subprocess.run(
@@ -116,10 +115,26 @@ def run_combination(python: Path) -> list[str]:
             int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")
         )
         failed = failures + errors
+        shapes = Path(folder, "shapes")
+        run("-m", "examples.shapes", str(shapes), check=True)
+        data = [
+            *("--train-json", f"{shapes}/annotations/instances_train.json"),
+            *("--train-images", f"{shapes}/train"),
+            *("--val-json", f"{shapes}/annotations/instances_val.json"),
+            *("--val-images", f"{shapes}/val"),
+        ]
         output = Path(folder, "demo")
         saved = ["tools/train_net.py", "--config-file", f"{output}/config.yaml"]
         commands = [
-            ["tools/train_net.py", "--config-file", CONFIG, *DEMO, "OUTPUT_DIR", str(output)],
+            [
+                "tools/train_net.py",
+                "--config-file",
+                CONFIG,
+                *data,
+                *DEMO,
+                "OUTPUT_DIR",
+                str(output),
+            ],
             [*saved, "--eval-only", "MODEL.WEIGHTS", f"{output}/model_final.pth"],
             [*saved, "--resume", "SOLVER.MAX_ITER", "25"],
         ]

@@ -1,7 +1,8 @@
 """Dataset of the study, ``gw_synthetic_hard``: scenes whose classes differ by shape and texture together.
 
-Every shape is drawn with every texture. Some of the pairs are classes; the others are look-alikes, which are part of
-the background. So neither the outline nor the texture alone tells the class, and the color tells nothing.
+Every shape is drawn with every texture. Some of the pairs are classes; the others are look-alikes,
+which are part of the background. So neither the outline nor the texture alone tells the class, and
+the color tells nothing.
 """
 
 import argparse
@@ -13,8 +14,10 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image, ImageFilter
 
-from gw_detectron.workbench.dataset import SyntheticConfig, make_synthetic
-from gw_detectron.workbench.dataset.scene import SHAPES, Array, Scene, Shape, blend
+from examples.shapes import ShapesConfig, write_shapes
+from examples.shapes.outlines import SHAPES, Array, Shape
+from examples.shapes.scene import Scene, blend
+from gw_detectron.workbench.console import errors_reported
 
 
 def _dots(x: Array, y: Array) -> Array:
@@ -61,27 +64,24 @@ class HardScene(Scene):
             self._add_bar()
         return added
 
-    def _paint_background(self) -> Array:
+    def _paint_background(self) -> None:
         super()._paint_background()
         for _ in range(self.rng.integers(_MOST_LOOK_ALIKES + 1)):
             category = int(self.rng.integers(self.num_classes, len(self.shapes)))
             radius = self.short * self.rng.uniform(0.05, 0.25)
-            region, local, _ = self._transform(
-                category, radius, self.rng.uniform(0, 1, 2) * self._size
-            )
-            self._paint(region, self._texture(category, *local, radius))
-        return self._canvas
+            placed = self._place(category, radius, self.rng.uniform(0, 1, 2) * self._size)
+            self._paint(placed.region, self._texture(category, placed.x, placed.y, radius))
 
     def _add_bar(self) -> None:
         """Try to put a bar across the last object."""
         rows, columns = np.nonzero(self.objects[-1].mask)
         start = int(self.rng.integers(len(rows)))
-        angle, length = self.rng.uniform(0, 2 * np.pi), self.short * self.rng.uniform(0.2, 0.8)
+        angle = self._angle()
+        length = self.short * self.rng.uniform(0.2, 0.8)
         half_width = max(1.0, self.short * self.rng.uniform(0.005, 0.03))
-        dx, dy = self._x - columns[start] - 0.5, self._y - rows[start] - 0.5
-        along = np.abs(np.cos(angle) * dx + np.sin(angle) * dy) - length
-        across = np.abs(np.cos(angle) * dy - np.sin(angle) * dx) - half_width
-        region = np.maximum(along, across)
+        center = np.array([columns[start] + 0.5, rows[start] + 0.5])
+        along, across = self._rotated(center, angle)
+        region = np.maximum(np.abs(along) - length, np.abs(across) - half_width)
         if self._cover(region):
             self._paint(region, self._muted_color())
 
@@ -117,8 +117,11 @@ class HardScene(Scene):
 
 
 @dataclass(frozen=True)
-class HardSyntheticConfig(SyntheticConfig):
-    """Parameters of the dataset. Learning rates are chosen on the split "tune", so that "val" is only scored."""
+class HardShapesConfig(ShapesConfig):
+    """Parameters of the dataset.
+
+    Learning rates are chosen on the split "tune", so that "val" is only scored.
+    """
 
     num_train: int = 4000
     num_val: int = 500
@@ -133,7 +136,7 @@ class HardSyntheticConfig(SyntheticConfig):
     crowd_fraction: float = 0.0
     num_tune: int = 500
 
-    folder: ClassVar[str] = "gw_synthetic_hard"
+    name: ClassVar[str] = "gw_synthetic_hard"
     splits: ClassVar[tuple[str, ...]] = ("train", "val", "tune")
     scene: ClassVar[type[Scene]] = HardScene
     class_names: ClassVar[tuple[str, ...]] = tuple(
@@ -146,5 +149,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description="Draw the images of the study, with annotations in COCO format."
     )
-    parser.add_argument("folder", help="the dataset is made below it")
-    print(make_synthetic(parser.parse_args().folder, HardSyntheticConfig()))
+    parser.add_argument("folder", help="new folder of the dataset")
+    with errors_reported():
+        write_shapes(parser.parse_args().folder, HardShapesConfig())

@@ -32,8 +32,10 @@ def commands(page: str) -> list[list[str]]:
 def inline_commands(page: str) -> list[list[str]]:
     """Return the words of every command that stands in the text, as in `make test`."""
     text = re.sub(r"^```.*?^```", "", read(page), flags=re.DOTALL | re.MULTILINE)
-    spans = re.findall(rf"(?<!`)`((?:{'|'.join(PROGRAMS)})\s[^`]+)`", text)
-    return [command for span in spans for command in _commands(span.replace("\n", " "))]
+    programs = "|".join(PROGRAMS)
+    spans = re.findall(rf"(?<!`)`((?:{programs})\s[^`]+)`", text)
+    script = "\n".join(span.replace("\n", " ") for span in spans)
+    return list(_commands(script))
 
 
 def _commands(script: str) -> Iterator[list[str]]:
@@ -41,13 +43,13 @@ def _commands(script: str) -> Iterator[list[str]]:
     for line in script.replace("\\\n", " ").splitlines():
         for name, value in variables.items():
             line = line.replace(f"${name}", value)
-        words = shlex.split(line, comments=True)
-        if len(words) == 1 and (assignment := re.fullmatch(r"([A-Z]+)=(.+)", words[0])):
-            variables[assignment[1]] = assignment[2]
+        assignment = re.fullmatch(r"([A-Z]+)=(\S+)", line)
+        if assignment:
+            name, value = assignment.groups()
+            variables[name] = value
             continue
-        while "&&" in words:
-            end = words.index("&&")
-            yield words[:end]
-            words = words[end + 1 :]
-        if words:
-            yield words
+
+        for command in line.split(" && "):
+            words = shlex.split(command, comments=True)
+            if words:
+                yield words

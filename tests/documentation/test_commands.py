@@ -1,7 +1,7 @@
 """Commands of the documentation are valid, and its reference tables complete.
 
-A command is valid if its parser, config file, keys, make target or extra exists. `tests/test_your_data.py` also runs
-those of docs/your_data.md.
+A command is valid if its parser, config file, keys, make target or extra exists.
+`tests/test_your_data.py` also runs those of docs/your_data.md.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Parsed(Exception):
 
 @pytest.fixture
 def parse(monkeypatch):
-    """Return a function that runs a script, or `gw-detectron`, until it has parsed its words."""
+    """Return a function that runs a program until it has parsed its words."""
 
     def stopping(real):
         def stop(parser, *given):
@@ -51,12 +51,13 @@ def parse(monkeypatch):
         with pytest.raises(Parsed) as parsed:
             if program == "gw-detectron":
                 gw_detectron.workbench.commands.main()
-            elif program.startswith("experiments"):
+            elif program.endswith(".py"):
+                runpy.run_path(str(ROOT / program), run_name="__main__")
+            else:
                 monkeypatch.delitem(sys.modules, program, raising=False)
                 runpy.run_module(program, run_name="__main__")
-            else:
-                runpy.run_path(str(ROOT / program), run_name="__main__")
-        return parsed.value.args[0]
+        (arguments,) = parsed.value.args
+        return arguments
 
     return run
 
@@ -65,26 +66,27 @@ def check_config(args, tmp_path):
     """Check the config file and the keys of a command."""
     config = getattr(args, "config_file", None) or ""
     opts = getattr(args, "opts", None) or []
-    if config.startswith(READERS) or (opts and not config):
-        config = str(tmp_path / "empty.yaml")
-        (tmp_path / "empty.yaml").write_text("VERSION: 2\n")
+    is_readers = config.startswith(READERS)
+    if is_readers or (opts and not config):
+        empty = tmp_path / "empty.yaml"
+        empty.write_text("VERSION: 2\n")
+        config = str(empty)
     if config:
         read_config(config, opts)
 
 
 def check_make(*words):
     makefile = read("Makefile")
-    for name, is_variable, _ in (word.partition("=") for word in words):
-        assert re.search(
-            rf"\$\({name}\)" if is_variable else rf"^{name}:", makefile, re.MULTILINE
-        ), name
+    for word in words:
+        name, is_variable, _ = word.partition("=")
+        known = f"$({name})" if is_variable else f"\n{name}:"
+        assert known in makefile
 
 
 def check_pip(*words):
     extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
-    for word in words:
-        if found := re.fullmatch(r"(?:\.|gw-detectron)\[(.+)\]", word):
-            assert set(found[1].split(",")) <= set(extras), word
+    for named in re.findall(r"(?:\.|gw-detectron)\[(.+?)\]", " ".join(words)):
+        assert set(named.split(",")) <= set(extras)
 
 
 @pytest.mark.parametrize(
@@ -108,11 +110,12 @@ def test_a_command_is_valid(page, words, parse, tmp_path, monkeypatch):
             pass  # timm's and torchrun's own flags
         case ["python", "-m", "gw_detectron", *rest]:
             assert not rest
-        case ["python", "-m", program, *rest] if program.startswith("experiments"):
-            check_config(parse(program, *rest), tmp_path)
-        case ["gw-detectron" as program, *rest] | ["python", program, *rest]:
-            check_config(parse(program, *rest), tmp_path)
-        case ["torchrun", "--nproc_per_node", _, program, *rest]:
+        case (
+            ["python", "-m", program, *rest]
+            | ["gw-detectron" as program, *rest]
+            | ["python", program, *rest]
+            | ["torchrun", "--nproc_per_node", _, program, *rest]
+        ):
             check_config(parse(program, *rest), tmp_path)
         case _:
             pytest.fail("nothing checks this command")
@@ -124,36 +127,35 @@ def rows(page, heading):
         rf"^#+ {heading}\n(.*?)(?=^#|\Z)", read(page), flags=re.DOTALL | re.MULTILINE
     )
     tables = re.findall(r"^\|.*\n\|[- |]+\n((?:\|.*\n)+)", section, flags=re.MULTILINE)
-    return [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for table in tables
-        for line in table.splitlines()
-    ]
+    lines = "".join(tables).splitlines()
+    return [re.split(r" *\| *", line)[1:-1] for line in lines]
 
 
 def test_every_config_key_has_its_default_and_meaning():
     theirs = dict(flat_items(get_cfg()))
     ours = {key: value for key, value in flat_items(default_config()) if key not in theirs}
-    listed = rows("docs/reference.md", "Config keys")
-    assert {
-        key.strip("`"): yaml.safe_load(default.strip("`")) for key, default, _ in listed
-    } == ours
-    assert len(listed) == len(ours) and all(meaning for _, _, meaning in listed)
+
+    listed = {}
+    for key, default, meaning in rows("docs/reference.md", "Config keys"):
+        assert meaning
+        listed[key.strip("`")] = yaml.safe_load(default.strip("`"))
+
+    assert listed == ours
 
 
 def test_every_norm_name_is_listed_with_its_options():
     listed = {}
-    for first, *rest in rows("docs/norms.md", "Norm names"):
-        for name in re.findall(r"\w+", first.replace(":rotation=cayley", "")):
-            listed.setdefault(name, set(re.findall(r"`(\w+)=", rest[-1])))
+    for names, *_, options in rows("docs/norms.md", "Norm names"):
+        for name in re.findall(r"\w+", names.replace(":rotation=cayley", "")):
+            listed.setdefault(name, set(re.findall(r"`(\w+)=", options)))
     listed["BN"].add("rotation")  # in its name
     for name in ("BW", "FrozenBW"):  # their row refers to that of GW
         listed[name] |= listed["GW"] - {"groups"}
+
     for name, options in norm_options().items():
         assert listed[name] == set(options), name
 
 
 def test_every_command_is_listed():
-    assert {
-        first.strip("`") for first, *_ in rows("docs/reference.md", "Commands")
-    } == COMMANDS.keys()
+    listed = {name.strip("`") for name, *_ in rows("docs/reference.md", "Commands")}
+    assert listed == COMMANDS.keys()

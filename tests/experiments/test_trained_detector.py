@@ -5,85 +5,100 @@ import pytest
 import torch
 from detectron2.structures import Boxes, Instances
 
+from examples.shapes import ShapesConfig, write_shapes
 from experiments.padding import analyze_padding
 from experiments.tiling import analyze_tiling
 from experiments.trained_detector import Example, box_ap
 from gw_detectron.config import read_config
 from gw_detectron.modeling import build_checked_model
-from gw_detectron.workbench.dataset import SyntheticConfig, make_synthetic, register_synthetic
 
-from ..tiny_run import CONFIG, OPTS
+from ..tiny_run import CONFIG, OPTS, key_words
 
 
 @pytest.fixture(scope="module")
 def wide_and_tall_images(tmp_path_factory):
-    root, data = (
-        tmp_path_factory.mktemp("datasets"),
-        SyntheticConfig(num_train=1, num_val=4, min_side=64, max_side=128),
-    )
-    make_synthetic(root, data)
-    register_synthetic(root, data)
-    yield
-    register_synthetic()
+    folder = tmp_path_factory.mktemp("datasets") / "shapes"
+    write_shapes(folder, ShapesConfig(num_train=1, num_val=4, min_side=64, max_side=128))
+    return folder
 
 
 @pytest.fixture(scope="module", params=["GW", "GN"])
 def detector(request, wide_and_tall_images, tmp_path_factory):
     """Config file and random weights of a detector with this norm."""
-    norm, folder = request.param, tmp_path_factory.mktemp("detector")
+    norm = request.param
     keys = {
         **OPTS,
         "MODEL.RESNETS.NORM": norm,
         "MODEL.RESNETS.WHITEN_NORM": norm,
         "MODEL.FPN.NORM": norm,
     }
-    cfg = read_config(str(CONFIG), [str(word) for pair in keys.items() for word in pair])
+    cfg = read_config(CONFIG, key_words(keys))
     torch.manual_seed(0)
-    torch.save({"model": build_checked_model(cfg, "cpu").state_dict()}, folder / "model.pth")
+    model = build_checked_model(cfg, "cpu")
+
+    folder = tmp_path_factory.mktemp("detector")
+    torch.save({"model": model.state_dict()}, folder / "model.pth")
     (folder / "config.yaml").write_text(cfg.dump())
+    (folder / "datasets.yaml").write_text(
+        f"""
+val:
+  gw_synthetic_val:
+    json: {wide_and_tall_images}/annotations/instances_val.json
+    images: {wide_and_tall_images}/val
+"""
+    )
     return {"config_file": str(folder / "config.yaml"), "weights": str(folder / "model.pth")}
 
 
-def found(boxes, scores, classes):
+BOXES = [[2.0, 3.0, 20.0, 30.0], [30.0, 30.0, 60.0, 50.0]]
+EXAMPLE = Example(torch.zeros(3, 64, 64), np.array(BOXES), np.array([0, 1]), np.array([0, 0]))
+
+
+def detections(boxes, classes):
+    """Return boxes as detections of falling scores."""
     instances = Instances((64, 64))
     instances.pred_boxes = Boxes(torch.tensor(boxes).reshape(-1, 4))
-    instances.scores, instances.pred_classes = torch.tensor(scores), torch.tensor(classes)
+    instances.pred_classes = torch.tensor(classes)
+    instances.scores = torch.tensor([0.9, 0.8])[: len(boxes)]
     return instances
 
 
-def levels_of(row):
-    return {name: value for name, value in row.items() if name[0] == "p" and name[1:].isdigit()}
-
-
-def test_box_ap_of_right_missing_and_wrong_detections():
-    boxes = np.array([[2.0, 3.0, 20.0, 30.0], [30.0, 30.0, 60.0, 50.0]])
-    example = Example(torch.zeros(3, 64, 64), boxes, np.array([0, 1]), np.array([0, 0]))
-    right = found(boxes.tolist(), [0.9, 0.8], [0, 1])
-    assert box_ap([example, example], [right, right]) == pytest.approx(100)
-    assert box_ap([example], [found([], [], [])]) == 0
-    assert box_ap([example], [right[:1]]) == pytest.approx(50)  # the mean of the classes
-    swapped = found(boxes.tolist(), [0.9, 0.8], [1, 0])
-    assert box_ap([example], [swapped]) == 0
-    moved = boxes + np.array(
-        [[0, 0, 0, 9.0], [0, 0, 0, 0]]
-    )  # IoU 27 / 36 = 0.75: six of ten thresholds
-    assert box_ap([example], [found(moved.tolist(), [0.9, 0.8], [0, 1])]) == pytest.approx(
-        (60 + 100) / 2, abs=0.1
-    )
+@pytest.mark.parametrize(
+    ("boxes", "classes", "ap"),
+    [
+        (BOXES, [0, 1], 100),
+        ([], [], 0),
+        (BOXES[:1], [0], 50),  # the mean of the classes
+        (BOXES, [1, 0], 0),
+        # IoU 27 / 36 = 0.75: six of ten thresholds
+        ([[2.0, 3.0, 20.0, 39.0], BOXES[1]], [0, 1], (60 + 100) / 2),
+    ],
+)
+def test_box_ap_of_right_missing_and_wrong_detections(boxes, classes, ap):
+    found = detections(boxes, classes)
+    measured = box_ap([EXAMPLE, EXAMPLE], [found, found])
+    assert measured == pytest.approx(ap, abs=0.1)
 
 
 def test_padding_changes_the_features_of_batches(detector):
     result = analyze_padding(**detector, batches=[1, 2, 4])
-    alone, *together = result.rows
-    assert result.settings["images"] == 4 and [row["batch"] for row in result.rows] == [1, 2, 4]
-    assert set(levels_of(alone)) == {"p2", "p3", "p4", "p5", "p6"}
-    assert set(levels_of(alone).values()) == {0.0}
-    assert all(value > 0 for row in together for value in levels_of(row).values())
-    assert alone["padding"] < together[0]["padding"] < together[1]["padding"] < 1
+
+    assert result.settings["images"] == 4
+    assert [row["batch"] for row in result.rows] == [1, 2, 4]
+    shares = [row["padding"] for row in result.rows]
+    assert shares == sorted(set(shares))
+    assert shares[-1] < 1
+    for level in ("p2", "p3", "p4", "p5", "p6"):
+        alone, *together = (row[level] for row in result.rows)
+        assert alone == 0
+        assert min(together) > 0
 
 
 def test_ways_to_predict_in_tiles(detector):
     result = analyze_tiling(**detector, tile=64, overlap=16, images=3)
+
     ways = [row["statistics"] for row in result.rows]
     assert ways[:5] == ["whole", "tile", "image", "windows", "shrunk"]
-    assert all(row["seconds per image"] > 0 and 0 <= row["AP"] <= 100 for row in result.rows)
+    for row in result.rows:
+        assert row["seconds per image"] > 0
+        assert 0 <= row["AP"] <= 100

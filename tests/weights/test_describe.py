@@ -13,17 +13,15 @@ from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError
 from gw_detectron.weights.records import describe_checkpoint, format_config
 from gw_detectron.workbench import commands
-from gw_detectron.workbench.dataset import register_synthetic
 from gw_detectron.workbench.run import Trainer
 
-from ..tiny_run import DATA, arguments, config_of
+from ..tiny_run import arguments, config_of
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(small_dataset, tmp_path_factory):
     """The output folder of a run that starts from a checkpoint and is resumed once."""
     folder = tmp_path_factory.mktemp("run")
-    register_synthetic(folder / "data", DATA)
     for name, weights, resume in (
         ("a", "", False),
         ("b", folder / "a" / "model.pth", False),
@@ -34,7 +32,6 @@ def run(tmp_path_factory):
         trainer.resume_or_load(resume=resume)
         trainer.iter = 5
         trainer.checkpointer.save("model", iteration=5)
-    register_synthetic()
     return folder
 
 

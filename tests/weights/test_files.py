@@ -24,14 +24,14 @@ from gw_detectron.weights.reading import sha256_of
 from gw_detectron.weights.verify import verify
 from gw_detectron.workbench.commands import weights as weights_command
 from gw_detectron.workbench.console import errors_reported
-from gw_detectron.workbench.dataset import synthetic_images
+from gw_detectron.workbench.images.samples import sample_images
 
 from .synthetic import authors_state, make_network
 
 
 @pytest.fixture(scope="module")
 def images():
-    return [image.resize((64, 64)) for image in synthetic_images(2)]
+    return [image.resize((64, 64)) for image in sample_images(2)]
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_other_preprocessing_than_torchvisions(images, tmp_path, preprocessing):
 
 @pytest.fixture
 def command(monkeypatch):
-    monkeypatch.setattr(weights_command, "synthetic_images", lambda: synthetic_images(1))
+    monkeypatch.setattr(weights_command, "sample_images", lambda: sample_images(1))
 
     def run(*words):
         with errors_reported():
@@ -240,7 +240,7 @@ def test_convert_and_verify_by_command(command, r18_file, tmp_path, capsys, monk
     for name in ("detectron2-msra", "torchvision"):
         command("convert", "--force", "--preprocessing", name, r18_file, tmp_path / "a.pkl")
         assert load_weights(tmp_path / "a.pkl").preprocessing == PREPROCESSING[name]
-    synthetic_images(1)[0].save(tmp_path / "0.png")
+    sample_images(1)[0].save(tmp_path / "0.png")
     assert command("verify", tmp_path / "a.pkl", "--source", r18_file)
     assert "AGREES" in capsys.readouterr().out
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))

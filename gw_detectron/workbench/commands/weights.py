@@ -9,7 +9,7 @@ from ...weights import convert_file, detector_file
 from ...weights.network import PREPROCESSING
 from ...weights.records import describe_checkpoint, format_config, format_description
 from ...weights.verify import verify
-from ..dataset import synthetic_images
+from ..images.samples import sample_images
 from .parsers import new_parser
 
 _NORM = "norm of the layers without running statistics, e.g. GW, GW:groups=32 or GN; needed if %s does not record it"
@@ -101,7 +101,7 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> bool:
-    result = verify(args.weights, synthetic_images(), source=args.source, norm=args.norm)
+    result = verify(args.weights, sample_images(), source=args.source, norm=args.norm)
     print(result)
     return result.agrees
 

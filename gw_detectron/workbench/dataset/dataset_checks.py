@@ -132,7 +132,7 @@ class _DatasetChecks:
                 return
             errors, warnings = self._check_source(name, source, needs)
         except FileNotFoundError:
-            errors, warnings = [f"file not found. {_place()}"], []
+            errors, warnings = [f"file not found. {_place(metadata.get('made_by'))}"], []
         except (
             DataError,
             OSError,
@@ -219,7 +219,9 @@ def _plain(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
 
 
-def _place() -> str:
+def _place(made_by: str | None = None) -> str:
+    if made_by:
+        return f"Fix: run `{made_by}` in a clone of the repository."
     folder = os.environ.get("DETECTRON2_DATASETS", "datasets")
     return f"Fix: put it there, or set DETECTRON2_DATASETS to the folder of the datasets (now '{folder}')."
 

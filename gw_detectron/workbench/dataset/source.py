@@ -49,6 +49,7 @@ class CocoDataset:
     )  # default: from the file's categories
     # pairs that a horizontal flip exchanges; default: names that differ only in left and right
     keypoint_flip_map: list[list[str]] = field(default_factory=list)
+    made_by: str = ""  # command that writes the files; the message on a missing file names it
 
 
 @dataclass(frozen=True)
@@ -303,6 +304,7 @@ def _metadata(source: CocoSource) -> dict[str, Any]:
         "image_root": dataset.images,
         "evaluator_type": "coco",
         "source": source.origin,
+        "made_by": dataset.made_by,
     }
     if dataset.keypoint_names:
         metadata["keypoint_names"] = dataset.keypoint_names

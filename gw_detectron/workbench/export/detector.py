@@ -17,8 +17,8 @@ from torchvision.ops import box_iou
 from ...atomic import atomic_folder
 from ...errors import ExportError
 from ...norms.listing import norm_counts
-from ..dataset import synthetic_images
 from ..images.reading import channels_first, evaluation_input, read_image
+from ..images.samples import sample_images
 from .base import DetectorProgram
 from .formats import PARITY, ExportedFile, check_format, write_parity, write_program
 from .meta_arch import detector_program
@@ -90,7 +90,7 @@ def export_detector(
     program = one() if one else detector
     if image is None:
         image = channels_first(
-            convert_PIL_to_numpy(synthetic_images(1)[0], detector.model.input_format)
+            convert_PIL_to_numpy(sample_images(1)[0], detector.model.input_format)
         )
     file = f"model.{file_format}"
     with atomic_folder(output, (PARITY, file)) as folder:

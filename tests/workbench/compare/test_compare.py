@@ -349,9 +349,7 @@ def test_a_comparison_killed_twice_gives_the_same_lines(data, tmp_path):
             "compare",
             *words(data, folder, *flags),
         ]
-        return subprocess.Popen(
-            command, env=environment(data), stdout=subprocess.PIPE, text=True
-        )
+        return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
 
     def lines(folder):
         found = map(json.loads, (folder / "results.jsonl").read_text().splitlines())

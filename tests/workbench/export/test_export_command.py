@@ -136,7 +136,7 @@ def test_flags_and_the_best_weights_of_a_run_reach_the_export(
 def test_a_detector_with_the_classes_of_its_run(
     cfg, trained, tmp_path, small_dataset, capsys, quick_file, moved
 ):
-    data = small_dataset / "gw_synthetic"
+    data = small_dataset
     entry = {
         "json": str(data / "annotations" / "instances_val.json"),
         "images": str(data / "val"),

@@ -23,11 +23,11 @@ from gw_detectron.errors import ConfigError
 from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.console import errors_reported
-from gw_detectron.workbench.dataset import register_synthetic
 from gw_detectron.workbench.run import Trainer
 from gw_detectron.workbench.run.optimizer import accumulated_step
 from gw_detectron.workbench.run.processes import launch_from_args
-from tests.tiny_run import DATA, words
+from tests.shapes import register_shapes
+from tests.tiny_run import words
 
 from ...tiny_run import config_of
 
@@ -238,6 +238,6 @@ CASES |= {kind: fail(kind) for kind in ("user_error", "killed", "hang")}
 
 if __name__ == "__main__":
     case = sys.argv.pop(1)
-    register_synthetic(config=DATA)
+    register_shapes(Path(os.environ["SHAPES"]))
     with errors_reported():
         launch_from_args(CASES[case], get_parser().parse_args())

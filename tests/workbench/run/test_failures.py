@@ -180,7 +180,7 @@ def test_the_error_of_a_hook_is_not_taken_for_one_of_a_worker(tmp_path):
 
 
 def test_a_damaged_image_is_named(tmp_path, small_dataset):
-    folder = small_dataset / "gw_synthetic" / "train"
+    folder = small_dataset / "train"
     trainer = trainer_for(tmp_path)  # the checks would find the damage
     kept = {path: path.read_bytes() for path in folder.iterdir()}
 

@@ -16,12 +16,11 @@ from gw_detectron.errors import ConfigError, NonFiniteError, PreflightError, Use
 from gw_detectron.weights import StartWeights
 from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.console import errors_reported
-from gw_detectron.workbench.dataset import make_synthetic
 from gw_detectron.workbench.run.processes import in_all_processes, launch_from_args
 from gw_detectron.workbench.run.start import check_same_start
 from gw_detectron.workbench.signals import Interrupted
 
-from ...tiny_run import DATA, environment, words
+from ...tiny_run import environment, words
 from ..reliability.forked_run import child
 
 pytestmark = pytest.mark.skipif(
@@ -34,15 +33,8 @@ END = 90  # seconds within which all processes end after one of them has failed
 TWO_IMAGES_EACH = {"SOLVER__IMS_PER_BATCH": 4}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("datasets")
-    make_synthetic(root, DATA)
-    return root
-
-
 def launch_two(
-    data: Path, output: Path, case: str, *flags: str, **overrides: object
+    shapes: Path, output: Path, case: str, *flags: str, **overrides: object
 ) -> tuple[int, str]:
     """Run a case in two processes of torchrun; return its exit status and stderr."""
     output.mkdir(exist_ok=True)
@@ -51,7 +43,9 @@ def launch_two(
 
     ended = subprocess.run(
         [sys.executable, *launcher, CASES, case, *flags],
-        env=environment(data, GLOO_SOCKET_IFNAME="lo", FAILED_FILE=str(output / "failed")),
+        env=environment(
+            SHAPES=str(shapes), GLOO_SOCKET_IFNAME="lo", FAILED_FILE=str(output / "failed")
+        ),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -61,9 +55,9 @@ def launch_two(
 
 
 @pytest.fixture(scope="module")
-def two_processes(data, tmp_path_factory) -> tuple[Path, list[dict]]:
+def two_processes(shapes, tmp_path_factory) -> tuple[Path, list[dict]]:
     output = tmp_path_factory.mktemp("output")
-    status, stderr = launch_two(data, output, "train")
+    status, stderr = launch_two(shapes, output, "train")
     assert status == 0, stderr[-5000:]
     return output, torch.load(output / "processes.pt", weights_only=True)
 
@@ -86,10 +80,10 @@ def test_the_main_process_writes_checkpoints(two_processes):
 
 
 @pytest.mark.slow
-def test_two_processes_average_weights_and_end_by_patience(data, tmp_path):
+def test_two_processes_average_weights_and_end_by_patience(shapes, tmp_path):
     schedule = {"SOLVER__MAX_ITER": 30, "SOLVER__STEPS": "()", "TEST__EVAL_PERIOD": 1}
     kept = {"SOLVER__EMA": 0.9, "TEST__BEST": "segm/AP", "TEST__PATIENCE": 2}
-    status, stderr = launch_two(data, tmp_path, "train", **schedule, **kept)
+    status, stderr = launch_two(shapes, tmp_path, "train", **schedule, **kept)
     assert status == 0, stderr[-5000:]
     assert torch.load(tmp_path / "model_final.pth", weights_only=True)["iteration"] < 29
 
@@ -121,9 +115,9 @@ def test_processes_with_other_weights_are_refused(process_group, capsys):
     assert "MODEL.WEIGHTS ('a.pth')" in capsys.readouterr().err
 
 
-def test_gradients_equal_those_of_one_process_with_the_joint_batch(data, tmp_path):
+def test_gradients_equal_those_of_one_process_with_the_joint_batch(shapes, tmp_path):
     """Also where a process has fewer images or none, and where it accumulates them."""
-    status, stderr = launch_two(data, tmp_path, "compare_gradients")
+    status, stderr = launch_two(shapes, tmp_path, "compare_gradients")
     assert status == 0, stderr[-5000:]
     found = torch.load(tmp_path / "gradients.pt", weights_only=True)
     assert max(found["GW:groups=16"] + found["BW:channels=16,sync=true"]) < 1e-11
@@ -140,10 +134,10 @@ def test_gradients_equal_those_of_one_process_with_the_joint_batch(data, tmp_pat
         ("hang", "did not answer for 30 s"),
     ],
 )
-def test_all_processes_end_if_one_fails(data, tmp_path, kind, reason):
+def test_all_processes_end_if_one_fails(shapes, tmp_path, kind, reason):
     flags = ["--dist-timeout", "30"] if kind == "hang" else []
     status, stderr = launch_two(
-        data, tmp_path, kind, *flags, SOLVER__MAX_ITER=9, DATASETS__TEST="()"
+        shapes, tmp_path, kind, *flags, SOLVER__MAX_ITER=9, DATASETS__TEST="()"
     )
     assert status != 0 and time.time() - (tmp_path / "failed").stat().st_mtime < END
     assert stderr.count(reason) == 1, stderr

@@ -139,7 +139,7 @@ def test_two_processes_stop_after_the_same_step(small_dataset, tmp_path):
     with log.open("w") as file:
         run = subprocess.Popen(
             [sys.executable, *launcher, *scripts, *words(output, **schedule)],
-            env=environment(small_dataset),
+            env=environment(SHAPES=str(small_dataset)),
             stdout=file,
             stderr=file,
             start_new_session=True,
