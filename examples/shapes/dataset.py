@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from gw_detectron.workbench.console import progress_bar
 from PIL import Image
 
 from gw_detectron.atomic import atomic_folder
 from gw_detectron.errors import ConfigError
+from gw_detectron.workbench.console import progress_bar
 
 from .outlines import SHAPES
 from .polygons import to_coco
