@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError
+from .coco_scores import counted_detections
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,7 @@ class Fingerprint:
         class or, if larger, ``detections``, the model's number per image.
         """
         most = self.most_of_a_class
-        return (
-            f"AP@{max(most, detections)}" if most > (20 if task == "keypoints" else 100) else ""
-        )
+        return f"AP@{max(most, detections)}" if most > counted_detections(task) else ""
 
     @cached_property
     def per_class(self) -> np.ndarray:
