@@ -4,15 +4,18 @@ import argparse
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from signal import SIGINT
 
 from ..compare import PAGE, RECOMMENDED, Comparison, compare
-from ..console import check_folder, new_parser
+from ..console import Interrupted, check_folder, new_parser
 from ..run.flags import DATASET_FLAGS, add_dataset_flags
 
 _NOTE = """\
-Each norm is trained from the same start with the same images. Short runs choose its learning rate; the better half goes
-on to runs of twice the length. Then each norm is trained with several seeds: for equal iterations, and for equal time.
-Norms replace those of the backbone; all else is as in the config. The same command continues after an interruption."""
+Each norm is trained from the same start with the same images. Short runs choose its learning rate;
+the better half goes on to runs of twice the length. Then each norm is trained with several seeds:
+for equal iterations, and for equal time. Norms replace those of the backbone; all else is as in the
+config. The same command continues after an interruption."""
+_RUN_FLAGS = (*DATASET_FLAGS, "num_gpus", "auto", "ignore_preflight")
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -124,19 +127,21 @@ def main(args: argparse.Namespace) -> None:
     """Run the comparison; print the advice and the files."""
     check_folder(args.output)
     given = vars(args)
-    flags = {
-        name: given[name] for name in (*DATASET_FLAGS, "num_gpus", "auto", "ignore_preflight")
-    }
+    flags = {name: given[name] for name in _RUN_FLAGS}
     test = {
-        f"val_{part}": given[f"test_{part}"]
-        for part in ("json", "images")
-        if given[f"test_{part}"] is not None
+        "val_json": args.test_json,
+        "val_images": args.test_images,
     }
-    values = {each.name: given[each.name] for each in fields(Comparison) if each.name in given}
-    numbers = compare(Comparison(**values, flags=flags, test=test), partial(print, flush=True))
-    config = (
-        f"\nConfig to continue with: {args.output / RECOMMENDED}"
-        if numbers["recommended"]
-        else ""
-    )
-    print(f"\n{numbers['advice']}\n\nPage: {args.output / PAGE}{config}")
+    test = {name: path for name, path in test.items() if path is not None}
+    values = {one.name: given[one.name] for one in fields(Comparison) if one.name in given}
+    try:
+        numbers = compare(
+            Comparison(**values, flags=flags, test=test), partial(print, flush=True)
+        )
+    except KeyboardInterrupt:
+        text = "Stopped by Ctrl-C. The same command continues the comparison."
+        raise Interrupted(SIGINT, text) from None
+
+    print(f"\n{numbers['advice']}\n\nPage: {args.output / PAGE}")
+    if numbers["recommended"]:
+        print(f"Config to continue with: {args.output / RECOMMENDED}")

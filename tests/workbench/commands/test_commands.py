@@ -198,7 +198,7 @@ def test_flags_may_stand_between_words(monkeypatch):
     assert (args.model, args.inputs, args.tiles, args.opts) == ("run", ["a"], 9, ["A"])
     assert get_parser("report", monkeypatch).parse_args(
         ["a", "--output", "x", "b"]
-    ).run_folders == ["a", "b"]
+    ).runs == ["a", "b"]
     with pytest.raises(SystemExit):
         get_parser("export", monkeypatch).parse_args(
             ["--format", "onnx", "tests", "--output", "x"]

@@ -1,4 +1,4 @@
-"""Write the page of a report: one HTML file that contains its pictures."""
+"""Write a page of sections: one HTML file that contains its pictures."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ import jinja2
 
 from ...atomic import atomic_folder, atomic_write
 from ...installation import __version__
-from .sections import Section
+from .page_parts import Picture, Section
 
 # Without scripts or references to other files, so that it can be sent around.
 _HTML = """\
@@ -76,15 +76,7 @@ def write_page(
 ) -> None:
     """Write a page atomically: heading -> section, and the ``parts`` that are missing with the ``reason``."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True)
-    environment.filters |= {
-        "key": section_key,
-        "uri": lambda picture: (
-            f"data:{picture.media};base64,{base64.b64encode(picture.data).decode()}"
-        ),
-        "cell": lambda value: (
-            "-" if value is None else f"{value:.1f}" if isinstance(value, float) else value
-        ),
-    }
+    environment.filters |= {"key": section_key, "uri": _data_uri, "cell": _cell}
     page = environment.from_string(_HTML).render(
         title=title, sections=sections, missing=missing, version=__version__
     )
@@ -92,25 +84,30 @@ def write_page(
         temporary.write_text(page, encoding="utf-8")
 
 
-def files_of(page: str) -> tuple[str, str]:
-    """Return the file names that :func:`write_folder` writes."""
-    return page.replace(".html", ".json"), page
+def _data_uri(picture: Picture) -> str:
+    return f"data:{picture.media};base64,{base64.b64encode(picture.data).decode()}"
+
+
+def _cell(value: Any) -> Any:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if isinstance(value, float) else value
 
 
 def write_folder(
     output: str | os.PathLike[str],
-    page: str,
+    files: tuple[str, str],
     title: str,
     sections: Mapping[str, Section],
-    numbers: dict[str, Any],
+    numbers: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write a page and its numbers, in a json file beside it; return what this file holds, in which NaN is null."""
-    data, _ = files = files_of(page)
-    numbers = json.loads(json.dumps(numbers), parse_constant=lambda _: None)
+    """Write ``files``, the numbers as json and the page; return the numbers, in which NaN is null."""
+    data, page = files
+    written = json.loads(json.dumps(numbers), parse_constant=lambda _: None)
     with atomic_folder(output, files) as place:
-        write_page(place / page, title, sections, numbers.get("missing", ()))
-        (place / data).write_text(json.dumps(numbers, indent=2) + "\n")
-    return numbers
+        write_page(place / page, title, sections, written.get("missing", ()))
+        (place / data).write_text(json.dumps(written, indent=2) + "\n")
+    return written
 
 
 def section_key(title: str) -> str:
