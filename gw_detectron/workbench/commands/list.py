@@ -49,23 +49,22 @@ def main(args: argparse.Namespace) -> None:
     elif args.config_file:
         print_page(norm_table(build_checked_model(read_config(args.config_file), "meta")))
     else:
-        options = {name: ", ".join(keys) for name, keys in norm_options().items()}
         rows = [
-            (name, full_name(name, 256).partition(":")[2], keys)
-            for name, keys in options.items()
+            (name, full_name(name, 256).partition(":")[2], ", ".join(keys))
+            for name, keys in norm_options().items()
         ]
         print(tabulate(rows, headers=["norm", "defaults", "options"]))
-        print(
-            f"\nSolvers of GW and BW: {', '.join(SOLVERS)}. docs/norms.md says which norm to take."
-        )
+        print(f"\nSolvers of GW and BW: {', '.join(SOLVERS)}. See docs/norms.md.")
 
 
 def _configs(words: list[str]) -> str:
+    """Describe the configs that contain all words."""
     files = shipped_configs()
     rows = [f"{name}\n    {config_summary(files[name])}" for name in list_configs()]
-    found = [row for row in rows if all(word.lower() in row.lower() for word in words)]
-    if not found:
+    for word in words:
+        rows = [row for row in rows if word.lower() in row.lower()]
+    if not rows:
         raise ConfigError(
             f"WORD ({' '.join(words)}): no config has them all. Fix: give fewer words."
         )
-    return "\n".join(found)
+    return "\n".join(rows)
