@@ -16,7 +16,7 @@ from ..console import errors_reported
 
 
 class Command(NamedTuple):
-    """A command: its module, its line in the help, and the arguments of the module's ``get_parser``."""
+    """A command: its module, its line in the help, and options of ``get_parser``."""
 
     module: str
     summary: str

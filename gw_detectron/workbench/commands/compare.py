@@ -22,12 +22,14 @@ def get_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
     parser = new_parser(
         __doc__,
-        "--config-file own_faster_rcnn_R_18_FPN_GN --train-json train.json --train-images photos --val-fraction 0.2 "
-        "--norms BN GN GW --minutes 60 --num-gpus 0",
-        "--config-file my.yaml --norms GN GW GN+WS BN+GW@S1-B1 --rates 0.005 0.01 0.02 --jobs 4 --iterations 2000",
+        "--config-file own_faster_rcnn_R_18_FPN_GN --train-json train.json --train-images photos "
+        "--val-fraction 0.2 --norms BN GN GW --minutes 60 --num-gpus 0",
+        "--config-file my.yaml --norms GN GW GN+WS BN+GW@S1-B1 --rates 0.005 0.01 0.02 --jobs 4 "
+        "--iterations 2000",
         note=_NOTE,
     )
     add = parser.add_argument
+
     add(
         "--config-file",
         required=True,
@@ -48,6 +50,7 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="default: %(default)s",
     )
+
     add(
         "--minutes",
         type=float,
@@ -103,6 +106,7 @@ def get_parser() -> argparse.ArgumentParser:
         help="set what the data decide, as in `gw-detectron train --auto`",
     )
     add("--ignore-preflight", action="store_true", help="start even if the pre-run checks fail")
+
     add_dataset_flags(parser)
     add(
         "--test-json",
@@ -133,6 +137,7 @@ def main(args: argparse.Namespace) -> None:
         "val_images": args.test_images,
     }
     test = {name: path for name, path in test.items() if path is not None}
+
     values = {one.name: given[one.name] for one in fields(Comparison) if one.name in given}
     try:
         numbers = compare(

@@ -1,7 +1,8 @@
 """Check this installation: versions, devices, and what works.
 
-The whitening layers are tried on the CPU and on the GPU, forward and backward. Nothing is downloaded or written. The
-exit status is 1 if an installed part fails, and 0 if parts are only missing.
+The whitening layers are tried on the CPU and on the GPU, forward and backward. Nothing is
+downloaded or written. The exit status is 1 if an installed part fails, and 0 if parts are only
+missing.
 """
 
 import argparse

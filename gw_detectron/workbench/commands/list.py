@@ -1,7 +1,7 @@
 """List the configs, or the norm names.
 
-`configs` prints the configs whose name and description contain all words, in any case. `norms` prints the norm names,
-or the norm layers of a config's model.
+`configs` prints the configs whose name and description contain all words, in any case. `norms`
+prints the norm names, or the norm layers of a config's model.
 """
 
 import argparse
@@ -26,6 +26,7 @@ def get_parser() -> argparse.ArgumentParser:
         "norms --config-file COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml",
     )
     kinds = parser.add_subparsers(dest="kind", metavar="configs|norms", required=True)
+
     configs = kinds.add_parser("configs", help="list the configs that contain all words")
     configs.add_argument(
         "words",
@@ -33,12 +34,14 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="WORD",
         help="a part of name or description; default: all configs",
     )
+
     norms = kinds.add_parser("norms", help="list norm names, or the norms of a model")
     norms.add_argument(
         "--config-file",
         metavar="FILE",
         help="list the norm layers of this config's model instead",
     )
+
     return parser
 
 

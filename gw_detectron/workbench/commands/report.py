@@ -1,4 +1,4 @@
-"""Write a page about a run: scores, curves and pictures of errors; or about several runs, side by side."""
+"""Write a page about a run, with scores, curves and errors, or about several side by side."""
 
 import argparse
 from pathlib import Path
@@ -19,6 +19,7 @@ def get_parser() -> argparse.ArgumentParser:
         "output/gn output/gw --output pages",
         kind=MixedParser,
     )
+
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run folder; several to compare them")
     add(

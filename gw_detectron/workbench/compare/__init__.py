@@ -1,4 +1,4 @@
-"""Which norm for my data? Train each the same way, and compare AP after equal iterations and equal time."""
+"""Comparison of norms: AP after equal iterations and equal time, and which one to take."""
 
 from .comparison import PAGE, RECOMMENDED, Comparison, compare
 

@@ -116,8 +116,8 @@ def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
             Plan(what.norms, rates, settings["iterations"], times),
             costs,
             settings["evaluations"],
-            jobs=what.jobs,
-            seeds=what.seeds,
+            side_by_side=what.jobs,
+            most_seeds=what.seeds,
             minutes=what.minutes,
             results=_finished_runs(what.folder),
         )
@@ -144,8 +144,8 @@ def _check(what: Comparison) -> None:
     gpus = what.flags.get("num_gpus", 1)
     if gpus > 1:
         raise ConfigError(
-            f"--num-gpus ({gpus}): each run uses one GPU. Fix: leave it out; --jobs {gpus} trains on "
-            f"{gpus} GPUs, and SOLVER.IMS_PER_BATCH is the batch of one."
+            f"--num-gpus ({gpus}): each run uses one GPU. Fix: leave it out; --jobs {gpus} trains "
+            f"on {gpus} GPUs, and SOLVER.IMS_PER_BATCH is the batch of one."
         )
     if what.test:
         if not what.flags.get("val_json"):
@@ -188,11 +188,15 @@ def _config(what: Comparison, *, scored: bool) -> CfgNode:
 def _check_norm(
     what: Comparison, cfg: CfgNode, norm: str, images: str, warnings: dict[str, None]
 ) -> None:
+    """Add what the checks of a norm find to the warnings, or raise the errors."""
     found = check_run(changed_config(cfg, norm_keys(norm)))
-    found.errors = [f"{norm}{images}: {text}" for text in found.errors]
-    if not what.flags.get("ignore_preflight"):
+    errors = [f"{norm}{images}: {text}" for text in found.errors]
+    if what.flags.get("ignore_preflight"):
+        warnings |= dict.fromkeys(errors)
+    else:
+        found.errors = errors
         found.raise_errors()
-    warnings |= dict.fromkeys(found.errors + found.warnings)
+    warnings |= dict.fromkeys(found.warnings)
 
 
 def _settings(
@@ -241,15 +245,13 @@ def _settings(
 def _hashes(what: Comparison, cfg: CfgNode) -> dict[str, str]:
     """Return the SHA-256 of the annotations and the weights."""
     files = {
-        "--test-json": what.test.get("val_json"),
+        "--test-json": what.test.get("val_json", ""),
         "MODEL.WEIGHTS": local_file(cfg.MODEL.WEIGHTS),
     }
     for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
         data = MetadataCatalog.get(name)
-        files[name] = data.get("source") or data.get("json_file")
-    return {
-        name: sha256_of(path) for name, path in files.items() if path and os.path.isfile(path)
-    }
+        files[name] = data.get("source", data.get("json_file", ""))
+    return {name: sha256_of(path) for name, path in files.items() if os.path.isfile(path)}
 
 
 def _measure(what: Comparison, processes: Processes, report: Report) -> Costs:
@@ -354,7 +356,7 @@ def _write_results(what: Comparison, schedule: Schedule) -> None:
 
 
 def _conclude(what: Comparison, cfg: CfgNode, schedule: Schedule) -> dict[str, Any]:
-    """Compare the norms without a failed run; write the page, its numbers and the config to take."""
+    """Compare the norms without a failed run; write the page, the numbers and the config."""
     results = {
         job: result
         for job, result in schedule.in_order().items()
@@ -378,7 +380,7 @@ def _conclude(what: Comparison, cfg: CfgNode, schedule: Schedule) -> dict[str, A
 
 
 def _write_config(folder: Path, cfg: CfgNode, norm: str, rate: float) -> None:
-    """Write the config to continue with: the norm and its rate, with the schedule of the given config."""
+    """Write the config to continue with: the given one with the norm and its rate."""
     keys = {"SOLVER.BASE_LR": rate, "OUTPUT_DIR": "output/recommended"}
     recommended = changed_config(cfg, {**norm_keys(norm), **keys})
     with atomic_write(folder / RECOMMENDED) as temporary:

@@ -67,14 +67,21 @@ def _percent(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _score_name(scores: Mapping[str, Any], lines: list[dict[str, Any]]) -> str:
     """Return the name of the AP of the main task, also of a run that diverged after evaluations."""
-    names = [f"{task}/{score}" for task, values in scores.items() for score in values]
-    names += itertools.chain.from_iterable(lines)
-    logged = [task for task in COCO_TASKS if f"{task}/AP" in names]
-    return ap_name(logged[-1] if logged else "bbox", names)
+    names = set().union(*lines)
+    for task, values in scores.items():
+        names |= {f"{task}/{score}" for score in values}
+    main = "bbox"
+    for task in COCO_TASKS:
+        if f"{task}/AP" in names:
+            main = task
+    return ap_name(main, names)
 
 
 def _curve(lines: list[dict[str, Any]], name: str, last: int) -> list[tuple[int, float]]:
-    """Return a score by iteration; a run killed after its end is evaluated again, as no further point."""
+    """Return a score by iteration.
+
+    A run that is killed after its end is evaluated again, which is no further point.
+    """
     curve = {}
     for line in lines:
         value = line.get(name, math.nan)
@@ -116,9 +123,11 @@ def _step_seconds(trainer: Trainer, iteration: int) -> float:
 
 def _evaluation_seconds(trainer: Trainer) -> float:
     """Estimate the seconds of an evaluation from its first images."""
-    data = Trainer.build_test_loader(trainer.cfg, trainer.cfg.DATASETS.TEST[0])
+    (name,) = trainer.cfg.DATASETS.TEST
+    data = Trainer.build_test_loader(trainer.cfg, name)
     batches = list(itertools.islice(data, _IMAGES))
     inference_on_dataset(trainer.model, batches[:1], None)  # a first time compiles kernels
-    begin = time.perf_counter()
+    start = time.perf_counter()
     inference_on_dataset(trainer.model, batches, None)
-    return (time.perf_counter() - begin) * len(data) / len(batches)
+    seconds = time.perf_counter() - start
+    return seconds * len(data) / len(batches)

@@ -1,6 +1,5 @@
-"""The runs of a comparison: norms as config keys, successive halving of learning rates, then the seeds."""
+"""The runs of a comparison: norms as keys, successive halving of rates, then the seeds."""
 
-import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +55,8 @@ def norm_keys(norm: str) -> dict[str, str]:
     parts = {bool(at), bool(plus), bool(whitening), bool(positions)}
     if len(parts) > 1 or not base:
         raise ConfigError(
-            f"{where}: not a norm. Fix: write e.g. GW, GN+WS, or BN+GW@S1-B1 for BN with GW at S1-B1."
+            f"{where}: not a norm. Fix: write e.g. GW, GN+WS, or BN+GW@S1-B1 for BN with GW at "
+            "S1-B1."
         )
     whitened_convs(positions, where=where)
     resolve_norm(base, where=where)
@@ -72,9 +72,9 @@ def norm_keys(norm: str) -> dict[str, str]:
 def schedule_keys(cfg: CfgNode, iterations: int, evaluations: int) -> dict[str, Any]:
     """Return the schedule of a config, shortened or lengthened to a number of iterations.
 
-    The steps keep their share. The warm-up does too, but keeps at least its own length or a tenth of
-    the run. AP after the last iteration is compared, so there are no validation losses, best weights
-    or patience.
+    The steps keep their share. The warm-up does too, but keeps at least its own length or a tenth
+    of the run. AP after the last iteration is compared, so there are no validation losses, best
+    weights or patience.
     """
     solver = cfg.SOLVER
     factor = iterations / solver.MAX_ITER
@@ -93,7 +93,7 @@ def schedule_keys(cfg: CfgNode, iterations: int, evaluations: int) -> dict[str, 
 
 
 class Costs(NamedTuple):
-    """Measured seconds: of an iteration of each norm, of an evaluation, and of the start of a run."""
+    """Measured seconds of an iteration of each norm, of an evaluation, and of a start."""
 
     times: Mapping[str, float]
     evaluation: float
@@ -109,14 +109,18 @@ class Costs(NamedTuple):
 def check_plan(norms: Sequence[str], rates: Sequence[float], iterations: int) -> None:
     """Raise ConfigError if a comparison cannot be planned with these values."""
     check_minimum("--iterations", iterations, 2)
-    for flag, values, least in (("--norms", norms, 2), ("--rates", rates, 1)):
-        if len(set(values)) < max(least, len(values)):
-            raise ConfigError(
-                f"{flag} ({values}): needs {least} or more, each once. Fix: correct the list."
-            )
+    _check_list("--norms", norms, 2)
+    _check_list("--rates", rates, 1)
     if not all(0 < rate < math.inf for rate in rates):
         raise ConfigError(
             f"--rates ({rates}): not all positive. Fix: give e.g. 0.005 0.01 0.02."
+        )
+
+
+def _check_list(flag: str, values: Sequence[Any], least: int) -> None:
+    if len(set(values)) < max(least, len(values)):
+        raise ConfigError(
+            f"{flag} ({values}): needs {least} or more, each once. Fix: correct the list."
         )
 
 
@@ -140,8 +144,8 @@ class Plan:
     def search(self, norm: str, ap: Mapping[Job, float]) -> tuple[list[Job], float | None]:
         """Return the runs of the search so far, and the rate once it is chosen.
 
-        The half of the rates with the highest AP goes on to runs of twice the length; of equal ones,
-        the lowest rate.
+        The half of the rates with the highest AP goes on to runs of twice the length; of equal
+        ones, the lowest rate.
         """
         rates = sorted(self.rates)
         jobs: list[Job] = []
@@ -160,7 +164,7 @@ class Plan:
         return jobs, rates[0]
 
     def lengths(self, norm: str) -> list[int]:
-        """Return the iterations of a norm's scored runs: equal ones, and those in the time of the slowest norm."""
+        """Return the iterations of scored runs: equal ones, and those in equal time if longer."""
         lengths = [self.iterations]
         if self.times:
             factor = max(self.times.values()) / self.times[norm]
@@ -169,28 +173,26 @@ class Plan:
                 lengths.append(longer)
         return lengths
 
-    def scored(self, norm: str, rate: float, seed: int) -> list[Job]:
-        """Return the scored runs of a norm with a seed."""
-        return [Job(norm, rate, seed, iterations) for iterations in self.lengths(norm)]
-
     def jobs(self, ap: Mapping[Job, float], seeds: int) -> Iterator[Job]:
         """Yield the runs that are known so far, finished ones too, in their order."""
-        searches = {norm: self.search(norm, ap) for norm in self.norms}
-        runs = itertools.chain.from_iterable(jobs for jobs, _ in searches.values())
-        yield from sorted(runs, key=lambda job: job.iterations)
+        rates = {}
+        searches: list[Job] = []
+        for norm in self.norms:
+            jobs, rates[norm] = self.search(norm, ap)
+            searches += jobs
+        yield from sorted(searches, key=lambda job: job.iterations)
 
         for seed in range(SEARCH_SEED + 1, seeds + 1):
-            for norm, (_, rate) in searches.items():
+            for norm, rate in rates.items():
                 if rate is not None:
-                    yield from self.scored(norm, rate, seed)
+                    for iterations in self.lengths(norm):
+                        yield Job(norm, rate, seed, iterations)
 
-    def runs(self, norm: str, seeds: int) -> list[Job]:
-        """Return all runs of a norm, some with a rate in place of the one that will be chosen."""
+    def all_jobs(self, seeds: int) -> list[Job]:
+        """Return all runs, some with a rate in place of the one that will be chosen."""
         ap: dict[Job, float] = {}
-        while self.search(norm, ap)[1] is None:
-            ap = dict.fromkeys(self.search(norm, ap)[0], 0.0)
-
-        jobs = list(ap)
-        for seed in range(SEARCH_SEED + 1, seeds + 1):
-            jobs += self.scored(norm, self.rates[0], seed)
-        return jobs
+        while True:
+            known = list(self.jobs(ap, seeds))
+            if len(known) == len(ap):
+                return known
+            ap = dict.fromkeys(known, 0.0)

@@ -38,11 +38,9 @@ class Processes:
         # a look for GPUs must not start CUDA before a fork
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         _CONTEXT.set_forkserver_preload(["gw_detectron.workbench.compare.jobs"])
-        count = torch.cuda.device_count() if device != "cpu" else 0
         self.gpus: list[str | None] = [None]
-        if count > 1:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-            self.gpus = [*visible.split(",")[:count]]
+        if device != "cpu" and torch.cuda.device_count() > 1:
+            self.gpus = [*_visible_gpus(torch.cuda.device_count())]
 
         given = int(os.environ.get("OMP_NUM_THREADS") or 0)
         self.threads = given or max(1, torch.get_num_threads() // jobs)
@@ -61,10 +59,19 @@ class Processes:
         return process
 
 
+def _visible_gpus(count: int) -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else list(map(str, range(count)))
+    return names[:count]
+
+
 def run_in_process(
     work: Callable[..., Any], folder: Path, threads: int, gpu: str | None, *args: Any
 ) -> None:
-    """Do a part of a comparison in a new process: its output goes to a file, and it ends with its parent."""
+    """Do a part of a comparison in a new process, which ends with its parent.
+
+    Its output goes to a file.
+    """
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     # the loaders' workers are forked, as in any other training
@@ -82,7 +89,10 @@ def run_in_process(
 
 
 def _end_with_parent() -> None:
-    """Stop with a checkpoint when the comparison was killed, so that the next call finds no one in the folder."""
+    """Stop with a checkpoint when the comparison was killed.
+
+    The next call finds no other run in the folder.
+    """
     parent = parent_process()
     if parent is not None:
         parent.join()
@@ -124,7 +134,10 @@ def result_of(folder: Path, process: BaseProcess) -> dict[str, Any]:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Return a result, and remove the gigabytes beside it, which serve only to continue a run without one."""
+    """Return a result, and remove the gigabytes beside it.
+
+    They serve only to continue a run without a result.
+    """
     result = json.loads((folder / RESULT).read_text())
     for name in ("inference", "datasets"):
         shutil.rmtree(folder / name, ignore_errors=True)

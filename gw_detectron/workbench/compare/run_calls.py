@@ -59,5 +59,5 @@ def logged_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def locked(folder: Path, *, wait: bool = False) -> contextlib.closing:
-    """Keep other runs out of a folder until the end of a ``with``; refuse if there is one, or wait."""
+    """Keep other runs out of a folder in a ``with``; refuse if there is one, or wait."""
     return contextlib.closing(lock_output(str(folder), wait=wait))

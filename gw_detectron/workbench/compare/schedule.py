@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import ConfigError, RunError
@@ -30,7 +31,8 @@ def affordable(
     """
     seconds = _SHARE * 60 * minutes * workers
     for chosen, evaluations in EXTENTS:
-        runs = [job for norm in plan.norms for job in plan.runs(norm, seeds or chosen)]
+        runs = plan.all_jobs(seeds or chosen)
+        # start and evaluations
         fixed = sum(costs.seconds(job._replace(iterations=0), evaluations) for job in runs)
         if fixed <= seconds / 3:
             break
@@ -39,49 +41,47 @@ def affordable(
     per_iteration = training / plan.iterations
     iterations = int((seconds - fixed) / per_iteration)
     if iterations < _LEAST_ITERATIONS:
-        needed = (fixed + per_iteration * _LEAST_ITERATIONS) / workers
+        needed = fixed + per_iteration * _LEAST_ITERATIONS
+        least = math.ceil(needed / (60 * workers * _SHARE))
         raise ConfigError(
             f"--minutes ({minutes:g}): not enough for {_LEAST_ITERATIONS} iterations per run. Fix: "
-            f"give {math.ceil(needed / (60 * _SHARE))} or more, fewer norms, --rates or validation "
-            "images."
+            f"give {least} or more, fewer norms, --rates or validation images."
         )
     return iterations, evaluations
 
 
+@dataclass
 class Schedule:
     """The runs that are finished, those that are left, and their time.
 
     Args:
         plan: the runs.
-        costs: what they take.
+        costs: their parts.
         evaluations: of a scored run.
-        jobs: runs side by side.
-        seeds: scored runs of each norm; 0 for 3, or with ``minutes`` as many as the time allows.
+        side_by_side: the number of runs at a time.
+        most_seeds: scored runs of each norm; 0 for 3, or with ``minutes`` as many as the time
+            allows.
         minutes: time for everything; 0 for no limit.
-        results: what is finished.
+        results: those of finished runs.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        costs: Costs,
-        evaluations: int,
-        *,
-        jobs: int,
-        seeds: int,
-        minutes: float,
-        results: dict[Job, dict[str, Any]],
-    ) -> None:
-        self.plan = plan
-        self.costs = costs
-        self.evaluations = evaluations
-        self.side_by_side = jobs
-        self.minutes = minutes
-        self.most_seeds = seeds or (_MOST_SEEDS if minutes else SEEDS)
-        self.seeds = 1 if minutes else self.most_seeds
-        self.results = results
-        self.failed: set[str] = set()
-        self._start = time.monotonic() - self._seconds_of_results() / jobs
+    plan: Plan
+    costs: Costs
+    evaluations: int
+    side_by_side: int
+    most_seeds: int
+    minutes: float
+    results: dict[Job, dict[str, Any]]
+    failed: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if self.minutes:
+            self.most_seeds = self.most_seeds or _MOST_SEEDS
+            self.seeds = 1
+        else:
+            self.most_seeds = self.most_seeds or SEEDS
+            self.seeds = self.most_seeds
+        self._start = time.monotonic() - self._seconds_of_results() / self.side_by_side
 
     def _seconds_of_results(self) -> float:
         return sum(result["seconds"] for result in self.results.values())
@@ -97,22 +97,24 @@ class Schedule:
         return {job: self.results[job] for job in planned if job in self.results}
 
     def waiting(self, running: Collection[Job]) -> list[Job]:
-        """Return the runs that can start; with a further seed if none is left and the time allows it."""
+        """Return the runs that can start.
+
+        There is a further seed if no run is left and the time allows it.
+        """
         ap = self.ap
-        searching = {norm for norm in self.plan.norms if self.plan.search(norm, ap)[1] is None}
-        if not searching:
+        norms = [norm for norm in self.plan.norms if norm not in self.failed]
+        is_searching = any(self.plan.search(norm, ap)[1] is None for norm in norms)
+        if not is_searching:
             self.check_ap(job for job in ap if job.is_search)
 
+        begun = {*self.results, *running}
         while True:
             left = [
                 job
                 for job in self.plan.jobs(ap, self.seeds)
-                if job not in self.results
-                and job not in running
-                and job.norm not in self.failed
+                if job.norm in norms and job not in begun
             ]
-            is_over = self.seeds >= self.most_seeds or not self._has_time(self.seeds + 1)
-            if left or searching - self.failed or is_over:
+            if left or is_searching or not self._has_time_for_a_seed():
                 return left
             self.seeds += 1
 
@@ -125,15 +127,19 @@ class Schedule:
                 "minutes, other --rates, or check the annotations by a single `gw-detectron train`."
             )
 
-    def _has_time(self, seeds: int) -> bool:
+    def _has_time_for_a_seed(self) -> bool:
+        if self.seeds >= self.most_seeds:
+            return False
         passed = time.monotonic() - self._start
-        return passed + self.seconds_left(seeds) <= 60 * self.minutes
+        return passed + self.seconds_left(self.seeds + 1) <= 60 * self.minutes
 
     def seconds_left(self, seeds: int) -> float:
         """Estimate the time of unfinished runs from finished ones."""
-        norms = [norm for norm in self.plan.norms if norm not in self.failed]
-        runs = [job for norm in norms for job in self.plan.runs(norm, seeds)]
-        total = sum(self.costs.seconds(job, self.evaluations) for job in runs)
-        done = sum(self.costs.seconds(job, self.evaluations) for job in self.results)
+        runs = [job for job in self.plan.all_jobs(seeds) if job.norm not in self.failed]
+        total = self._estimate(runs)
+        done = self._estimate(self.results)
         slower = self._seconds_of_results() / max(done, 1e-9)
         return max(0.0, total - done) * slower / self.side_by_side
+
+    def _estimate(self, jobs: Iterable[Job]) -> float:
+        return sum(self.costs.seconds(job, self.evaluations) for job in jobs)

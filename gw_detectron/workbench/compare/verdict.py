@@ -37,18 +37,21 @@ class Difference(NamedTuple):
 
 
 def paired_difference(first: Scores, second: Scores) -> Difference | None:
-    """Compare values by seed, with the interval of the paired t test; None without a common seed."""
-    differences = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
-    count = len(differences)
-    if count == 0:
+    """Compare values by seed, by the paired t test; None without a common seed."""
+    seeds = first.keys() & second.keys()
+    if not seeds:
         return None
 
+    differences = [first[seed] - second[seed] for seed in seeds]
     mean = statistics.mean(differences)
-    if count == 1:
+    if len(seeds) == 1:
         return Difference(mean, None, None, 1)
-    quantile = _T[min(count - 2, len(_T) - 1)]
-    half = quantile * statistics.stdev(differences) / math.sqrt(count)
-    return Difference(mean, mean - half, mean + half, count)
+
+    freedom = len(seeds) - 1
+    quantile = _T[min(freedom, len(_T)) - 1]
+    deviation = statistics.stdev(differences)
+    half = quantile * deviation / math.sqrt(len(seeds))
+    return Difference(mean, mean - half, mean + half, len(seeds))
 
 
 def summarize(plan: Plan, times: Mapping[str, float], results: Results) -> dict[str, Any]:
@@ -58,30 +61,21 @@ def summarize(plan: Plan, times: Mapping[str, float], results: Results) -> dict[
     if plan.times:
         tables[TIME] = _scores(plan, ap, -1)
 
-    norms: dict[str, dict[str, Any]] = {}
-    at_the_edge = []
-    for norm in plan.norms:
-        rate = plan.search(norm, ap)[1]
-        is_edge = len(plan.rates) > 1 and rate in (min(plan.rates), max(plan.rates))
-        if is_edge:
-            at_the_edge.append(norm)
-        norms[norm] = {
-            "rate": rate,
-            "rate_at_the_edge": is_edge,
-            "seconds_per_iteration": times[norm],
-        }
-        for criterion, table in tables.items():
-            norms[norm][criterion] = table.get(norm, {})
+    norms = {norm: _facts(plan, norm, ap, times) for norm in plan.norms}
+    for criterion, table in tables.items():
+        for norm, facts in norms.items():
+            facts[criterion] = table.get(norm, {})
 
-    criterion, table = list(tables.items())[-1]  # by equal time if there is one
-    take, advice = advise(table, times, criterion)
-    if at_the_edge:
-        names = ", ".join(at_the_edge)
+    take, advice = advise(table, times, criterion)  # by equal time if there is one
+    edges = [norm for norm, facts in norms.items() if facts["rate_at_the_edge"]]
+    if edges:
+        names = ", ".join(edges)
         advice += f" The chosen rate of {names} is at the edge of those tried: try more."
+    recommended = {"norm": take, "rate": norms[take]["rate"]} if take else None
     scored = [result["score"] for result in results.values() if result["AP"]]
     return {
         "advice": advice,
-        "recommended": {"norm": take, "rate": norms[take]["rate"]} if take else None,
+        "recommended": recommended,
         "score": scored[0] if scored else "AP",
         "iterations": plan.iterations,
         "norms": norms,
@@ -89,8 +83,24 @@ def summarize(plan: Plan, times: Mapping[str, float], results: Results) -> dict[
     }
 
 
+def _facts(
+    plan: Plan, norm: str, ap: Mapping[Job, float], times: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return the rate and the time of a norm."""
+    rate = plan.search(norm, ap)[1]
+    edges = (min(plan.rates), max(plan.rates))
+    return {
+        "rate": rate,
+        "rate_at_the_edge": len(plan.rates) > 1 and rate in edges,
+        "seconds_per_iteration": times[norm],
+    }
+
+
 def _scores(plan: Plan, ap: Mapping[Job, float], place: int) -> dict[str, dict[int, float]]:
-    """Return norm -> seed -> AP of the scored runs of a length, by its place in :meth:`Plan.lengths`."""
+    """Return norm -> seed -> AP of the scored runs of a length.
+
+    ``place`` is that in :meth:`Plan.lengths`.
+    """
     table = {}
     for norm in plan.norms:
         length = plan.lengths(norm)[place]
@@ -128,21 +138,21 @@ def advise(
     if not seeds or not found_any:
         return "", "Too few runs are finished to compare norms."
 
-    means = {
-        norm: statistics.mean(scores[seed] for seed in seeds) for norm, scores in table.items()
-    }
+    means = {}
+    for norm, scores in table.items():
+        means[norm] = statistics.mean(scores[seed] for seed in seeds)
     best, second = sorted(means, key=means.__getitem__, reverse=True)[:2]
     start = f"After {criterion}, {best} has the highest AP, {means[best]:.1f}"
     if len(seeds) == 1:
         text = f"{start}, and {second} {means[second]:.1f}, but one seed shows no order"
         return best, f"{text}: give --seeds 3 or more time."
 
-    behind = {norm: paired_difference(table[best], table[norm]) for norm in table}
-    equal = {
-        norm: lead
-        for norm, lead in behind.items()
-        if norm != best and lead and lead.may_be_none
-    }
+    behind = {}
+    for norm in table:
+        difference = paired_difference(table[best], table[norm])
+        if norm != best and difference:
+            behind[norm] = difference
+    equal = {norm: lead for norm, lead in behind.items() if lead.may_be_none}
     if not equal:
         next_one = f"{behind[second]} to the next, {second}"
         text = f"{start}: {next_one} (95 % interval, {len(seeds)} seeds). Take {best}."

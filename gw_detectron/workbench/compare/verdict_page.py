@@ -1,7 +1,7 @@
 """The page of a comparison: its verdict on top of the page about several runs."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..report.comparison_page import Curve, comparison_sections
@@ -9,7 +9,10 @@ from ..report.page_parts import Section, Table
 from .plan import SEARCH_SEED, Job, Plan
 from .verdict import ITERATIONS, Difference, Results
 
-_CURVES = "Means over the seeds. A dashed line is the longer training of a faster norm, for equal time."
+_CURVES = (
+    "Means over the seeds. A dashed line is the longer training of a faster norm, for equal time: "
+    "as much as the slowest norm took."
+)
 _DIFFERENCES = (
     "AP of the row minus AP of the column, mean over common seeds, with the 95 % interval of the "
     "paired t test. It contains the variation between seeds, not between images."
@@ -28,7 +31,7 @@ def verdict_sections(
         note=_CURVES,
     )
     tables = [
-        _difference_table(criterion, differences)
+        _difference_table(criterion, plan.norms, differences)
         for criterion, differences in numbers["differences"].items()
     ]
     sections["Differences"] = Section(text=_DIFFERENCES, tables=tables)
@@ -80,19 +83,20 @@ def _mean_curves(plan: Plan, times: Mapping[str, float], results: Results) -> li
                 if (job.norm, job.iterations) == (norm, iterations) and not job.is_search
             ]
             points = []
-            for place in set().union(*runs):
-                values = [run[place] for run in runs if place in run]
-                if len(values) == len(runs):
-                    points.append((place, statistics.mean(values)))
+            for place in sorted(set().union(*runs)):
+                if all(place in run for run in runs):
+                    mean = statistics.mean(run[place] for run in runs)
+                    points.append((place, mean))
             is_longer = iterations > plan.iterations
-            style = {"color": f"C{number % 10}", "linestyle": "--" if is_longer else "-"}
-            curves.append(Curve(sorted(points), "" if is_longer else norm, style, times[norm]))
+            style = {"color": f"C{number}", "linestyle": "--" if is_longer else "-"}
+            curves.append(Curve(points, "" if is_longer else norm, style, times[norm]))
     return curves
 
 
-def _difference_table(criterion: str, differences: Mapping[str, Mapping[str, Any]]) -> Table:
+def _difference_table(
+    criterion: str, norms: Iterable[str], differences: Mapping[str, Mapping[str, Any]]
+) -> Table:
     """List the paired differences of all norms."""
-    norms = list(dict.fromkeys(pair.split(" - ")[0] for pair in differences))
     rows = []
     for norm in norms:
         row = {criterion: norm}
@@ -105,13 +109,14 @@ def _difference_table(criterion: str, differences: Mapping[str, Mapping[str, Any
 
 def _rate_table(plan: Plan, results: Results) -> Table:
     """List the AP of the search."""
-    searched = [job for job in results if job.is_search]
+    ap = {job: result["AP"] for job, result in results.items() if job.is_search}
+    lengths = sorted({job.iterations for job in ap})
     rows = []
     for norm in plan.norms:
-        for length in sorted({job.iterations for job in searched if job.norm == norm}):
+        for length in lengths:
             row = {"norm": norm, "iterations": length}
             for rate in sorted(plan.rates):
                 job = Job(norm, rate, SEARCH_SEED, length)
-                row[f"{rate:g}"] = results[job]["AP"] if job in results else None
+                row[f"{rate:g}"] = ap.get(job)
             rows.append(row)
     return Table.from_rows(rows)

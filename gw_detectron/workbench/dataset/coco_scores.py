@@ -15,7 +15,7 @@ class CocoTask(NamedTuple):
     scores: tuple[str, ...]
 
 
-#: the tasks by their names in pycocotools and Detectron2; the main one of a model is the last it has
+#: by the names of pycocotools and Detectron2; the last one of a model is its main task
 COCO_TASKS = {
     "bbox": CocoTask("box", "bbox", _SCORES),
     "segm": CocoTask("mask", "segmentation", _SCORES),

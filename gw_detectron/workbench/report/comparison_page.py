@@ -51,11 +51,11 @@ def comparison_sections(
     """
     timed = [curve.over_time() for curve in curves if curve.seconds]
     row = [
-        plot_lines("curve_iteration", curves, xlabel="iteration", ylabel="AP"),
-        plot_lines("curve_seconds", timed, xlabel="seconds of training", ylabel="AP"),
+        plot_lines(curves, xlabel="iteration", ylabel="AP"),
+        plot_lines(timed, xlabel="seconds of training", ylabel="AP"),
     ]
     if losses:
-        row.insert(0, plot_lines("losses", losses, xlabel="iteration", ylabel="loss"))
+        row.insert(0, plot_lines(losses, xlabel="iteration", ylabel="loss"))
     text = f"{note} Time is that of training iterations, without evaluations."
     return {
         "Scores": Section(text=verdict, tables=scores),
@@ -74,26 +74,25 @@ def write_side_by_side(
     """
     check_replaceable(Path(output), _FILES)
     runs = _open_runs(folders)
-    facts = {label: summary(run).numbers for label, run in runs.items()}
-    classes = {
-        label: {row["class"]: row for row in average_precision(run).numbers}
-        for label, run in runs.items()
-    }
-
+    facts = {}
+    classes = {}
     losses = []
     curves = []
     for number, (label, run) in enumerate(runs.items()):
-        style = {"color": f"C{number % 10}"}
-        points = run.logged("total_loss")
-        losses.append(Curve(points, label, style))
+        facts[label] = summary(run).numbers
+        classes[label] = {row["class"]: row for row in average_precision(run).numbers}
+        style = {"color": f"C{number}"}
+        losses.append(Curve(run.logged("total_loss"), label, style))
         curves += _score_curves(run, label, style)
+
     rows = [{"run": label, **shown_facts(numbers)} for label, numbers in facts.items()]
     tables = [score_table(facts), Table.from_rows(rows)]
     sections = comparison_sections(tables, curves, losses=losses)
-
-    first = next(iter(runs))
-    text = f"In brackets: minus {first}."
-    sections["AP per class"] = Section(text=text, tables=_class_tables(classes))
+    first, *_ = runs
+    sections["AP per class"] = Section(
+        text=f"In brackets: minus {first}.",
+        tables=_class_tables(classes),
+    )
     numbers = {"runs": facts, "classes": classes}
     return write_folder(output, _FILES, " and ".join(runs), sections, numbers)
 

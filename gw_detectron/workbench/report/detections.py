@@ -85,6 +85,9 @@ class Detections:
         """Category id -> name, in the order of the model's classes."""
         return {number: self.truth.cats[number]["name"] for number in sorted(self.truth.cats)}
 
+    def file_of(self, image: ImageMatches) -> str:
+        return self.truth.imgs[image.image_id]["file_name"]
+
     @cached_property
     def objects(self) -> list[Entry]:
         """The annotations that can be found: no crowds."""
@@ -172,9 +175,9 @@ class Detections:
         return counts
 
     def match(self, score: float) -> list[ImageMatches]:
-        """Match boxes of this score and more to objects of any class, as pycocotools at an IoU of 0.5.
+        """Match boxes of this score and more to objects of any class.
 
-        Detections on crowd regions are left out.
+        pycocotools matches them at an IoU of 0.5. Detections on crowd regions are left out.
 
         Source: the kinds of errors follow TIDE (arXiv 2008.08115), but do not compare classes
         before the match.
@@ -213,8 +216,9 @@ class Detections:
                 image.matches.append(Match(kind, detection, annotation))
 
         hit = {match.annotation["id"] for match in image.matches if match.annotation}
-        missed = [one for one in objects if one["id"] not in hit]
-        image.matches.extend(Match(MISSED, None, annotation) for annotation in missed)
+        for annotation in objects:
+            if annotation["id"] not in hit:
+                image.matches.append(Match(MISSED, None, annotation))
         return image
 
     def draw(self, image_id: Any, objects: Sequence[Entry], notes: Sequence[str]) -> np.ndarray:
@@ -257,7 +261,7 @@ def _reason(annotation: Entry, found: Iterable[Entry]) -> str:
 
 
 def _by_overlap(one: Entry, others: Iterable[Entry], names: tuple[str, str, str]) -> str:
-    """Return the first name if an IoU of a box with others is high, the second if it is low, or the last."""
+    """Return a name by the largest IoU of a box with others: high, low or none."""
     overlaps = mask.iou([other["bbox"] for other in others], [one["bbox"]], [0])
     overlap = np.max(overlaps, initial=0)
     near, low, none = names

@@ -15,33 +15,35 @@ _LONGEST_SIDE = 960  # pixels of a photo in the page
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a report: file name, its content, a line below it, and the media type."""
+    """A picture of a report: the content of a file, its media type, and a line below it."""
 
-    file: str
     data: bytes
+    media: str
     caption: str = ""
-    media: str = "image/png"
 
     @classmethod
-    def from_figure(cls, name: str, figure: Figure) -> "Picture":
+    def from_figure(cls, figure: Figure) -> "Picture":
         """Render a figure as PNG."""
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
-        return cls(f"{name}.png", buffer.getvalue())
+        return cls(buffer.getvalue(), "image/png")
 
     @classmethod
-    def from_photo(cls, name: str, pixels: np.ndarray, caption: str) -> "Picture":
-        """Encode (H, W, 3) uint8 RGB as JPEG, a tenth of a PNG, with a longer side of at most 960."""
+    def from_photo(cls, pixels: np.ndarray, caption: str) -> "Picture":
+        """Encode (H, W, 3) uint8 RGB as JPEG, a tenth of a PNG; its longer side is at most 960."""
         image = Image.fromarray(pixels)
         image.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
         buffer = io.BytesIO()
         image.save(buffer, format="JPEG", quality=88)
-        return cls(f"{name}.jpg", buffer.getvalue(), caption, "image/jpeg")
+        return cls(buffer.getvalue(), "image/jpeg", caption)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table; None in a cell is undefined, and floats have one decimal. Without a header it lists facts."""
+    """A table, without a header a list of facts.
+
+    None in a cell is undefined, and floats have one decimal.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[Any]]
@@ -80,22 +82,15 @@ def make_axes(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def plot_lines(
-    name: str, lines: Iterable[Line], *, best: int | None = None, **settings: Any
-) -> Picture:
+def plot_lines(lines: Iterable[Line], *, best: int | None = None, **settings: Any) -> Picture:
     """Plot lines with a legend, and a dotted one at the ``best`` iteration.
 
     ``settings``, such as ``xlabel``, go to ``Axes.set``.
     """
     figure, axes = make_axes(5.5, 3.8)
     for line in lines:
-        axes.plot(
-            *zip(*line.points, strict=True),
-            label=line.label,
-            marker=".",
-            markersize=4,
-            **line.style,
-        )
+        style = {"marker": ".", "markersize": 4, **line.style}
+        axes.plot(*zip(*line.points, strict=True), label=line.label, **style)
 
     if axes.lines:
         if best:
@@ -105,4 +100,4 @@ def plot_lines(
         axes.text(0.5, 0.5, "none logged", ha="center", va="center", transform=axes.transAxes)
 
     axes.set(**settings)
-    return Picture.from_figure(name, figure)
+    return Picture.from_figure(figure)

@@ -125,13 +125,29 @@ class RunFolder:
         use_recorded_datasets(self.cfg, self.config_file, str(self.folder))
         if self.dataset not in DatasetCatalog.list():
             raise DataError(
-                f"DATASETS.TEST ('{self.dataset}'): not registered. Fix: register it in Python first."
+                f"DATASETS.TEST ('{self.dataset}'): not registered. Fix: register it in Python "
+                "first."
             )
         return DatasetCatalog.get(self.dataset)
 
     @cached_property
     def detections(self) -> Detections:
-        """The predictions of the best weights, or of the last evaluation, with their ground truth."""
+        """The predictions of the best weights, or of the last evaluation, with the truth."""
+        records = {record["image_id"]: record for record in self.records}
+        truth = self._truth()
+        results = self._results(truth)
+        complete = set(results[0]).intersection(*results) if results else {"bbox"}
+        return Detections(
+            cfg=self.cfg,
+            metadata=MetadataCatalog.get(self.dataset),
+            records=records,
+            truth=truth,
+            results=results,
+            tasks=[name for name, task in COCO_TASKS.items() if task.result_key in complete],
+        )
+
+    def _results(self, truth: COCO) -> list[dict[str, Any]]:
+        """Read the predictions, which are of the images and classes of the dataset."""
         name = BEST_PREDICTIONS if self.has_best_weights else PREDICTIONS
         path = self.folder / "inference" / name
         fix = f"Fix: run `{shlex.join(self._evaluation_command())}`."
@@ -140,20 +156,14 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise DataError(f"'{path}': cannot be read: {error}. {fix}") from error
 
-        records = {record["image_id"]: record for record in self.records}
-        truth = self._truth()
         unknown = {result["image_id"] for result in results} - truth.imgs.keys()
         unknown |= {result["category_id"] for result in results} - truth.cats.keys()
         if unknown:
+            names = summarize_names(map(str, unknown))
             raise DataError(
-                f"'{path}': has images or categories that '{self.dataset}' lacks "
-                f"({summarize_names(map(str, unknown))}). {fix}"
+                f"'{path}': has images or categories that '{self.dataset}' lacks ({names}). {fix}"
             )
-
-        complete = set(results[0]).intersection(*results) if results else {"bbox"}
-        tasks = [name for name, task in COCO_TASKS.items() if task.result_key in complete]
-        metadata = MetadataCatalog.get(self.dataset)
-        return Detections(self.cfg, metadata, records, truth, results, tasks)
+        return results
 
     def _evaluation_command(self) -> list[str]:
         if self.is_evaluated:  # perhaps without a training in the folder

@@ -112,13 +112,13 @@ def curves(run: RunFolder) -> Section:
     scores = [name for name in run.metric_names if _is_score(name)]
     axes: dict[str, Any] = {"xlabel": "iteration", "best": run.best_iteration}
     row = [
-        plot_lines("losses", _lines(run, losses), ylabel="loss", ylim=(0, None), **axes),
-        plot_lines("rate", _lines(run, ["lr"]), ylabel="learning rate", ylim=(0, None), **axes),
-        plot_lines("evaluation", _lines(run, scores), ylabel="percent", **axes),
+        plot_lines(_lines(run, losses), ylabel="loss", ylim=(0, None), **axes),
+        plot_lines(_lines(run, ["lr"]), ylabel="learning rate", ylim=(0, None), **axes),
+        plot_lines(_lines(run, scores), ylabel="percent", **axes),
     ]
-    numbers = {"last_losses": {name: run.logged(name)[-1][1] for name in losses}}
+    last = {name: run.logged(name)[-1][1] for name in losses}
     text = "Dashed: losses on the validation data. Dotted: the best weights."
-    return Section(numbers, text, pictures=[row])
+    return Section({"last_losses": last}, text, pictures=[row])
 
 
 def _is_score(name: str) -> bool:
@@ -132,9 +132,10 @@ def _lines(run: RunFolder, names: Iterable[str]) -> list[Line]:
     lines = []
     for name in names:
         trained = name.removeprefix(_VALIDATION)
-        color = colors.setdefault(trained, f"C{len(colors) % 10}")
+        color = colors.setdefault(trained, f"C{len(colors)}")
         dashes = "-" if trained == name else "--"
-        lines.append(Line(run.logged(name), name, {"color": color, "linestyle": dashes}))
+        style = {"color": color, "linestyle": dashes}
+        lines.append(Line(run.logged(name), name, style))
     return lines
 
 
@@ -144,7 +145,11 @@ def average_precision(run: RunFolder) -> Section:
     detections = Counter(result["category_id"] for result in found.results)
     objects = Counter(annotation["category_id"] for annotation in found.objects)
     rows: list[dict[str, Any]] = [
-        {"class": name, "objects": objects[category], "detections": detections[category]}
+        {
+            "class": name,
+            "objects": objects[category],
+            "detections": detections[category],
+        }
         for category, name in found.classes.items()
     ]
     for task in found.tasks:
@@ -172,9 +177,9 @@ def recall(run: RunFolder) -> Section:
             curve[curve == 0] = np.nan  # the curve ends with the recall
             points = list(zip(np.linspace(0, 100, len(curve)), curve, strict=True))
             label = f"{COCO_TASKS[task].noun}, {overlap} {iou:g}"
-            lines.append(Line(points, label, {"linestyle": dashes, "color": f"C{number}"}))
+            style = {"linestyle": dashes, "color": f"C{number}", "marker": ""}
+            lines.append(Line(points, label, style))
     picture = plot_lines(
-        "recall",
         lines,
         xlabel="recall in %",
         ylabel="precision in %",
@@ -197,29 +202,31 @@ def recall(run: RunFolder) -> Section:
 
 
 def predictions(run: RunFolder) -> Section:
-    """Draw ground truth and detections of images with objects, which are spread over the dataset."""
+    """Draw ground truth and detections of images that are spread over the dataset."""
     images = [image for image in run.matches if image.matches] or run.matches
-    chosen = evenly_spread(images, run.images)
-    pictures = [
-        _photos(run, f"image_{number}", image) for number, image in enumerate(chosen, 1)
-    ]
+    pictures = [_photos(run, image) for image in evenly_spread(images, run.images)]
     text = f"Ground truth, and detections with a score of at least {run.score:g}. Errors are named."
     return Section(text=text, pictures=pictures)
 
 
 def errors(run: RunFolder) -> Section:
-    """Count the kinds of errors, and draw the images with the most missed objects and wrong boxes."""
+    """Count the kinds of errors, and draw the images with the most errors."""
     kinds = {kind: sum(len(image.of_kind(kind)) for image in run.matches) for kind in KINDS}
     confusion, counts = _confusion(run)
 
     worst = sorted(run.matches, key=lambda image: -image.errors)[: run.images]
     photos = []
     listed = []
-    for number, image in enumerate(worst, 1):
+    for image in worst:
         if image.errors:
-            photos.append(_photos(run, f"error_{number}", image))
-            file = run.detections.truth.imgs[image.image_id]["file_name"]
-            listed.append({"image": image.image_id, "file": file, "errors": image.errors})
+            photos.append(_photos(run, image))
+            listed.append(
+                {
+                    "image": image.image_id,
+                    "file": run.detections.file_of(image),
+                    "errors": image.errors,
+                }
+            )
 
     text = (
         f"Boxes with a score of at least {run.score:g} are matched to the unmatched object of any "
@@ -239,7 +246,9 @@ def _confusion(run: RunFolder) -> tuple[Picture, list[dict[str, Any]]]:
         for match in image.matches:
             if match.annotation:
                 name = names[match.annotation["category_id"]]
-                found_as = names[match.detection["category_id"]] if match.detection else MISSED
+                found_as = MISSED
+                if match.detection:
+                    found_as = names[match.detection["category_id"]]
                 counts[name][found_as] += 1
 
     seen = set(counts).union(*counts.values())
@@ -255,30 +264,39 @@ def _confusion_picture(counts: np.ndarray, columns: Sequence[str]) -> Picture:
     shares = counts / counts.sum(1, keepdims=True).clip(1)
     side = min(3 + 0.3 * len(columns), 16)
     figure, axes = make_axes(side, side)
-    axes.set(xlabel="found as", ylabel="objects of the class")
     axes.grid(visible=False)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.axvline(len(counts) - 0.5, color="black")  # missed is not a class
+    axes.set(
+        xlabel="found as",
+        ylabel="objects of the class",
+        yticks=range(len(counts)),
+        yticklabels=columns[:-1],
+    )
     axes.set_xticks(range(len(columns)), columns, rotation=90)
-    axes.set_yticks(range(len(counts)), columns[:-1])
 
     if len(counts) <= _MOST_COUNTS:
         for row, column in np.argwhere(counts):
-            color = "white" if shares[row, column] > 0.6 else "black"
-            text = str(counts[row, column])
-            axes.text(column, row, text, ha="center", va="center", color=color)
-    return Picture.from_figure("confusion", figure)
+            axes.text(
+                column,
+                row,
+                str(counts[row, column]),
+                ha="center",
+                va="center",
+                color="white" if shares[row, column] > 0.6 else "black",
+            )
+    return Picture.from_figure(figure)
 
 
-def _photos(run: RunFolder, name: str, image: ImageMatches) -> list[Picture]:
+def _photos(run: RunFolder, image: ImageMatches) -> list[Picture]:
     """Draw the objects of an image, and its detections."""
     found = run.detections
-    file = found.truth.imgs[image.image_id]["file_name"]
+    file = found.file_of(image)
     objects = found.truth.imgToAnns[image.image_id]
     missed = [match.annotation for match in image.of_kind(MISSED)]
     notes = [MISSED if annotation in missed else "" for annotation in objects]
     truth = found.draw(image.image_id, objects, notes)
-    truth_text = f"{file}: {len(missed)} of {len(objects)} objects missed"
+    missing = f"{len(missed)} of {len(objects)} objects missed"
 
     boxes = []
     kinds = []
@@ -287,10 +305,10 @@ def _photos(run: RunFolder, name: str, image: ImageMatches) -> list[Picture]:
             boxes.append(match.detection)
             kinds.append("" if match.kind == CORRECT else match.kind)
     drawn = found.draw(image.image_id, boxes, kinds)
-    drawn_text = f"{file}: {len(boxes) - kinds.count('')} of {len(boxes)} boxes wrong"
+    wrong = f"{len(boxes) - kinds.count('')} of {len(boxes)} boxes wrong"
     return [
-        Picture.from_photo(f"{name}_truth", truth, truth_text),
-        Picture.from_photo(f"{name}_found", drawn, drawn_text),
+        Picture.from_photo(truth, f"{file}: {missing}"),
+        Picture.from_photo(drawn, f"{file}: {wrong}"),
     ]
 
 

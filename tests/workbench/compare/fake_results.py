@@ -23,6 +23,8 @@ def finished(plan: Plan, seeds: int) -> dict[Job, float]:
 
 def _ap_of(job: Job) -> float:
     """AP that grows with the length, with the same small effect of a seed on all norms."""
-    wrong_rate = 4 * abs(math.log2(job.rate / BEST[job.norm]))
-    ap = _AP[job.norm] + job.iterations / 100 - wrong_rate + 0.1 * job.seed**2
-    return max(0.0, ap)
+    wrong_rate = abs(math.log2(job.rate / BEST[job.norm]))
+    longer = job.iterations / 100
+    of_seed = 0.1 * job.seed**2
+    ap = _AP[job.norm] + longer + of_seed
+    return max(0.0, ap - 4 * wrong_rate)

@@ -1,4 +1,4 @@
-"""gw-detectron compare: its refusals, its processes, and a comparison that is killed and continued."""
+"""gw-detectron compare: its refusals, its runs, and one that is killed and continued."""
 
 import json
 import multiprocessing
@@ -51,11 +51,12 @@ def words(data, output, flags="", **keys):
         start += [f"--{part}-json", str(data / f"{part}.json")]
         start += [f"--{part}-images", str(data / "photos")]
 
-    own = {key.replace("__", "."): value for key, value in keys.items()}
-    opts = {**OPTS, **FINDS, **own}
+    opts = {**OPTS, **FINDS}
+    for key, value in keys.items():
+        opts[key.replace("__", ".")] = value
     pairs = [str(word) for pair in opts.items() for word in pair]
-    given = f"{DEFAULTS} {flags} --no-equal-time".split()
-    return [*start, *given, *pairs]
+    given = f"{DEFAULTS} {flags} --no-equal-time"
+    return [*start, *given.split(), *pairs]
 
 
 def compare(data, output, flags="", *, equal_time=False, **keys):

@@ -1,5 +1,6 @@
 """The plan of a comparison; without any training."""
 
+import itertools
 import re
 
 import pytest
@@ -22,27 +23,28 @@ def test_halving_finds_the_best_rate_and_scores_each_seed_once():
 
         # 1.5 times as many in the time of GW
         lengths = [400] if norm == "GW" else [400, 600]
-        scored = {job[1:] for job in jobs if not job.is_search}
-        assert scored == {
-            (BEST[norm], seed, length) for seed in (1, 2, 3) for length in lengths
-        }
-        planned = plan.runs(norm, 3)
-        assert sum(job.iterations for job in planned) == sum(job.iterations for job in jobs)
+        scored = [job for job in jobs if not job.is_search]
+        assert {job.rate for job in scored} == {BEST[norm]}
+        pairs = [(job.seed, job.iterations) for job in scored]
+        assert pairs == list(itertools.product((1, 2, 3), lengths))
 
+    planned = sum(job.iterations for job in plan.all_jobs(3))
+    assert planned == sum(job.iterations for job in ap)
     seeds = [job.seed for job in ap if job.seed]
     assert seeds == sorted(seeds)  # an interruption leaves whole rounds
 
 
 def test_of_equal_rates_the_lowest_is_chosen():
     plan = Plan(NORMS, (0.04, 0.01, 0.02), 40, {})
-
-    ap = dict.fromkeys(plan.search("GN", {})[0], 5.0)
-    jobs, rate = plan.search("GN", ap)
-    assert {job.rate for job in jobs[3:]} == {0.01, 0.02}
+    first, rate = plan.search("GN", {})
     assert rate is None
 
-    ap |= dict.fromkeys(jobs, 5.0)
-    assert plan.search("GN", ap)[1] == 0.01
+    jobs, rate = plan.search("GN", dict.fromkeys(first, 5.0))
+    assert rate is None
+    assert {job.rate for job in jobs[3:]} == {0.01, 0.02}
+
+    _, rate = plan.search("GN", dict.fromkeys(jobs, 5.0))
+    assert rate == 0.01
 
 
 @pytest.mark.parametrize(

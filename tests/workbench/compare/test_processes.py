@@ -47,15 +47,20 @@ def test_runs_get_the_gpu_with_the_fewest_runs_and_errors_name_their_cause(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     pool = processes.Processes("cuda", 2)
 
-    first, second = (pool.start(time.sleep, tmp_path, 60) for _ in range(2))
-    assert {os.read(received, 1), os.read(received, 1)} == {b"4", b"7"}
+    first = pool.start(time.sleep, tmp_path, 60)
+    second = pool.start(time.sleep, tmp_path, 60)
+    used = {os.read(received, 1), os.read(received, 1)}
+    assert used == {b"4", b"7"}
 
     second.kill()
-    (tmp_path / processes.LOG).write_text("\nError: of an earlier attempt")
+    log = tmp_path / processes.LOG
+    log.write_text("\nError: of an earlier attempt")
     with pytest.raises(RunError, match="signal 9"):
         processes.result_of(tmp_path, second)
+
+    third = pool.start(sys.exit, tmp_path, 0)
     with pytest.raises(RunError, match="__main__"):
-        processes.result_of(tmp_path, pool.start(sys.exit, tmp_path, 0))
+        processes.result_of(tmp_path, third)
     assert os.read(received, 1) == b"7"
     processes.stop([first])
 
@@ -66,7 +71,8 @@ def test_checkpoints_stay_until_the_result_is_there(tmp_path, train):
         (tmp_path / name).touch()
 
     result = train(NonFiniteError("the loss is nan"))
-    assert (result["AP"], result["diverged"]) == (0, "the loss is nan")
+    assert result["AP"] == 0
+    assert result["diverged"] == "the loss is nan"
     assert (tmp_path / "model_final.pth").exists()
     assert (tmp_path / "inference").exists()
 
@@ -78,18 +84,30 @@ def test_checkpoints_stay_until_the_result_is_there(tmp_path, train):
 
 
 def test_a_second_evaluation_after_the_end_is_no_further_point(train):
-    scores = ((1, 3.0), (3, math.nan), (4, 5.0), (4, 5.0))
-    lines = [{"iteration": place, "bbox/AP": ap} for place, ap in scores]
+    result = train(
+        {"bbox": {"AP": 5.0}},
+        {"iteration": 1, "bbox/AP": 3.0},
+        {"iteration": 3, "bbox/AP": math.nan},
+        {"iteration": 4, "bbox/AP": 5.0},
+        {"iteration": 4, "bbox/AP": 5.0},
+    )
 
-    assert train({"bbox": {"AP": 5.0}}, *lines)["curve"] == [(2, 3.0), (4, 5.0)]
+    assert result["curve"] == [(2, 3.0), (4, 5.0)]
 
 
 def test_a_run_that_diverged_has_the_curve_of_the_others_score(train):
-    boxes = {"bbox/AP": 30.0, "bbox/AP@300": 50.0}
-    masks = {"segm/AP": 10.0, "segm/AP@300": 20.0, "segm/AP75": 5.0}
-    result = train(NonFiniteError("the loss is nan"), {"iteration": 1, **boxes, **masks})
+    line = {
+        "iteration": 1,
+        "bbox/AP": 30.0,
+        "bbox/AP@300": 50.0,
+        "segm/AP": 10.0,
+        "segm/AP@300": 20.0,
+        "segm/AP75": 5.0,
+    }
+    result = train(NonFiniteError("the loss is nan"), line)
 
-    assert (result["score"], result["AP"]) == ("segm/AP@300", 0.0)
+    assert result["score"] == "segm/AP@300"
+    assert result["AP"] == 0
     assert result["curve"] == [(2, 20.0)]
 
 

@@ -1,4 +1,4 @@
-"""A run folder without a training: photos, predictions made from the ground truth, metrics, weights."""
+"""A run folder without a training: photos, predictions from the ground truth, metrics."""
 
 import json
 from collections.abc import Callable

@@ -158,7 +158,7 @@ def test_the_best_iteration_is_of_the_weights_that_are_kept(folder, name, values
 
 
 def test_predictions_are_those_of_the_weights(folder):
-    """The best ones, until the user moves their file away: the last evaluation's then belong to the last weights."""
+    """The best ones until their file is moved away; then those of the last weights."""
     for name in ("model_final.pth", "model_best.pth", "inference/model_best_results.json"):
         (folder / name).write_text("[]")
     assert RunFolder(folder).detections.results == []
