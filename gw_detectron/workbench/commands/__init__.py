@@ -1,7 +1,8 @@
 """The ``gw-detectron`` command. ``tools/train_net.py`` runs its ``train``.
 
-Each module of this folder is a command: ``get_parser()`` returns its flags, and ``main(args)`` calls the package and
-prints. The exit status is 0, 1 after an error or if ``main`` returns False, and 2 after unusable flags.
+Each module of this folder is a command: ``get_parser()`` returns its flags, and ``main(args)``
+calls the package and prints. The exit status is 0, 1 after an error or if ``main`` returns False,
+and 2 after unusable flags.
 """
 
 import importlib
@@ -15,7 +16,7 @@ from ..console import errors_reported
 
 
 class Command(NamedTuple):
-    """A command: its module, its line in the help, and the arguments of the module's ``get_parser``."""
+    """A command: its module, its line in the help, and options of ``get_parser``."""
 
     module: str
     summary: str
@@ -38,6 +39,13 @@ COMMANDS = {
 }
 
 
+_HEAD = """\
+usage: gw-detectron COMMAND [--help] ...
+
+Group Whitening for Detectron2. Each command explains its flags with --help.
+"""
+
+
 def main() -> None:
     """Run ``gw-detectron COMMAND ...``."""
     name, *words = sys.argv[1:] or ["--help"]
@@ -49,10 +57,8 @@ def main() -> None:
         sys.argv = [f"gw-detectron {name}", *words]  # argparse and messages name the command
         run(name)
     else:
-        print(
-            f"{_overview()}\n\nError: command ({name!r}): unknown. Fix: give one of these.",
-            file=sys.stderr,
-        )
+        error = f"Error: command ({name!r}): unknown. Fix: give one of these."
+        print(f"{_overview()}\n\n{error}", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -69,11 +75,5 @@ def run(name: str) -> None:
 
 
 def _overview() -> str:
-    lines = "\n".join(f"  {name:7}  {command.summary}" for name, command in COMMANDS.items())
-    return f"""usage: gw-detectron COMMAND [--help] ...
-
-Group Whitening for Detectron2. Each command explains its flags with --help.
-
-{lines}
-
-gw-detectron --version prints the version."""
+    lines = [f"  {name:7}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([_HEAD, *lines, "", "gw-detectron --version prints the version."])

@@ -4,28 +4,34 @@ import argparse
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from signal import SIGINT
 
 from ..compare import PAGE, RECOMMENDED, Comparison, compare
 from ..console import check_folder
+from ..signals import Interrupted
 from .parsers import new_parser
 from .train import DATASET_FLAGS, add_dataset_flags
 
 _NOTE = """\
-Each norm is trained from the same start with the same images. Short runs choose its learning rate; the better half goes
-on to runs of twice the length. Then each norm is trained with several seeds: for equal iterations, and for equal time.
-Norms replace those of the backbone; all else is as in the config. The same command continues after an interruption."""
+Each norm is trained from the same start with the same images. Short runs choose its learning rate;
+the better half goes on to runs of twice the length. Then each norm is trained with several seeds:
+for equal iterations, and for equal time. Norms replace those of the backbone; all else is as in the
+config. The same command continues after an interruption."""
+_RUN_FLAGS = (*DATASET_FLAGS, "num_gpus", "auto", "ignore_preflight")
 
 
 def get_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
     parser = new_parser(
         __doc__,
-        "--config-file own_faster_rcnn_R_18_FPN_GN --train-json train.json --train-images photos --val-fraction 0.2 "
-        "--norms BN GN GW --minutes 60 --num-gpus 0",
-        "--config-file my.yaml --norms GN GW GN+WS BN+GW@S1-B1 --rates 0.005 0.01 0.02 --jobs 4 --iterations 2000",
+        "--config-file own_faster_rcnn_R_18_FPN_GN --train-json train.json --train-images photos "
+        "--val-fraction 0.2 --norms BN GN GW --minutes 60 --num-gpus 0",
+        "--config-file my.yaml --norms GN GW GN+WS BN+GW@S1-B1 --rates 0.005 0.01 0.02 --jobs 4 "
+        "--iterations 2000",
         note=_NOTE,
     )
     add = parser.add_argument
+
     add(
         "--config-file",
         required=True,
@@ -46,6 +52,7 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="default: %(default)s",
     )
+
     add(
         "--minutes",
         type=float,
@@ -101,6 +108,7 @@ def get_parser() -> argparse.ArgumentParser:
         help="set what the data decide, as in `gw-detectron train --auto`",
     )
     add("--ignore-preflight", action="store_true", help="start even if the pre-run checks fail")
+
     add_dataset_flags(parser)
     add(
         "--test-json",
@@ -125,19 +133,22 @@ def main(args: argparse.Namespace) -> None:
     """Run the comparison; print the advice and the files."""
     check_folder(args.output)
     given = vars(args)
-    flags = {
-        name: given[name] for name in (*DATASET_FLAGS, "num_gpus", "auto", "ignore_preflight")
-    }
+    flags = {name: given[name] for name in _RUN_FLAGS}
     test = {
-        f"val_{part}": given[f"test_{part}"]
-        for part in ("json", "images")
-        if given[f"test_{part}"] is not None
+        "val_json": args.test_json,
+        "val_images": args.test_images,
     }
-    values = {each.name: given[each.name] for each in fields(Comparison) if each.name in given}
-    numbers = compare(Comparison(**values, flags=flags, test=test), partial(print, flush=True))
-    config = (
-        f"\nConfig to continue with: {args.output / RECOMMENDED}"
-        if numbers["recommended"]
-        else ""
-    )
-    print(f"\n{numbers['advice']}\n\nPage: {args.output / PAGE}{config}")
+    test = {name: path for name, path in test.items() if path is not None}
+
+    values = {one.name: given[one.name] for one in fields(Comparison) if one.name in given}
+    try:
+        numbers = compare(
+            Comparison(**values, flags=flags, test=test), partial(print, flush=True)
+        )
+    except KeyboardInterrupt:
+        text = "Stopped by Ctrl-C. The same command continues the comparison."
+        raise Interrupted(SIGINT, text) from None
+
+    print(f"\n{numbers['advice']}\n\nPage: {args.output / PAGE}")
+    if numbers["recommended"]:
+        print(f"Config to continue with: {args.output / RECOMMENDED}")

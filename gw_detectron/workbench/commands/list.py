@@ -1,7 +1,7 @@
 """List the configs, or the norm names.
 
-`configs` prints the configs whose name and description contain all words, in any case. `norms` prints the norm names,
-or the norm layers of a config's model.
+`configs` prints the configs whose name and description contain all words, in any case. `norms`
+prints the norm names, or the norm layers of a config's model.
 """
 
 import argparse
@@ -26,6 +26,7 @@ def get_parser() -> argparse.ArgumentParser:
         "norms --config-file COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml",
     )
     kinds = parser.add_subparsers(dest="kind", metavar="configs|norms", required=True)
+
     configs = kinds.add_parser("configs", help="list the configs that contain all words")
     configs.add_argument(
         "words",
@@ -33,12 +34,14 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="WORD",
         help="a part of name or description; default: all configs",
     )
+
     norms = kinds.add_parser("norms", help="list norm names, or the norms of a model")
     norms.add_argument(
         "--config-file",
         metavar="FILE",
         help="list the norm layers of this config's model instead",
     )
+
     return parser
 
 
@@ -49,23 +52,22 @@ def main(args: argparse.Namespace) -> None:
     elif args.config_file:
         print(norm_table(build_checked_model(read_config(args.config_file), "meta")))
     else:
-        options = {name: ", ".join(keys) for name, keys in norm_options().items()}
         rows = [
-            (name, full_name(name, 256).partition(":")[2], keys)
-            for name, keys in options.items()
+            (name, full_name(name, 256).partition(":")[2], ", ".join(keys))
+            for name, keys in norm_options().items()
         ]
         print(tabulate(rows, headers=["norm", "defaults", "options"]))
-        print(
-            f"\nSolvers of GW and BW: {', '.join(SOLVERS)}. docs/norms.md says which norm to take."
-        )
+        print(f"\nSolvers of GW and BW: {', '.join(SOLVERS)}. See docs/norms.md.")
 
 
 def _configs(words: list[str]) -> str:
+    """Describe the configs that contain all words."""
     files = shipped_configs()
     rows = [f"{name}\n    {config_summary(files[name])}" for name in list_configs()]
-    found = [row for row in rows if all(word.lower() in row.lower() for word in words)]
-    if not found:
+    for word in words:
+        rows = [row for row in rows if word.lower() in row.lower()]
+    if not rows:
         raise ConfigError(
             f"WORD ({' '.join(words)}): no config has them all. Fix: give fewer words."
         )
-    return "\n".join(found)
+    return "\n".join(rows)

@@ -1,34 +1,31 @@
-"""Write a report of a run: one page with scores, curves and pictures of errors; or of several runs, side by side."""
+"""Write a page about a run, with scores, curves and errors, or about several side by side."""
 
 import argparse
 from pathlib import Path
 
 from ...errors import ConfigError
 from ..report import PAGE, write_report
-from ..report.side_by_side import PAGE as RUNS
-from ..report.side_by_side import write_side_by_side
+from ..report.comparison_page import PAGE as RUNS
+from ..report.comparison_page import write_side_by_side
 from .parsers import MixedParser, new_parser
 
 
 def get_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
-    examples = (
+    parser = new_parser(
+        __doc__,
         "output/demo",
         "output/mydata --images 8 --score 0.3",
         "output/gn output/gw --output pages",
+        kind=MixedParser,
     )
-    parser = new_parser(__doc__, *examples, kind=MixedParser)
+
     add = parser.add_argument
-    add(
-        "run_folders",
-        nargs="+",
-        metavar="RUN_FOLDER",
-        help="OUTPUT_DIR of a run; several to compare them",
-    )
+    add("runs", nargs="+", metavar="RUN", help="a run folder; several to compare them")
     add(
         "--output",
         metavar="DIR",
-        help="folder to write; default: RUN_FOLDER/report, of several runs output/runs",
+        help="folder to write; default: RUN/report, of several runs output/runs",
     )
     add("--images", type=int, metavar="N", help="images to draw; default: 4")
     add("--score", type=float, help="lowest score of a drawn or counted box; default: 0.5")
@@ -36,30 +33,28 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write the report; print where it is and what it lacks."""
-    first = Path(args.run_folders[0])
-    lines: list[str] = []
-    shown = {
-        name: value
-        for name in ("images", "score")
-        if (value := getattr(args, name)) is not None
-    }
-    if len(args.run_folders) > 1:
-        if shown:
-            raise ConfigError(
-                "--images, --score: only for the report of one run. Fix: leave them out."
-            )
-        page = Path(args.output or "output/runs", RUNS)
-        write_side_by_side(args.run_folders, page.parent)
-    else:
-        page = Path(args.output or first / "report", PAGE)
-        numbers = write_report(first, **shown, output=page.parent)
-        lines = [
-            f"Missing: {', '.join(entry['parts'])}: {entry['reason']}"
-            for entry in numbers["missing"]
-        ]
-        scores = {task: each["AP"] for task, each in numbers["summary"]["scores"].items()}
-        lines += [
-            f"{task} AP {value:.1f}" for task, value in scores.items() if value is not None
-        ]
-    print("\n".join([*lines, f"Report: {page}"]))
+    """Write the page; print where it is and what it lacks."""
+    options = {"images": args.images, "score": args.score}
+    options = {name: value for name, value in options.items() if value is not None}
+    if len(args.runs) == 1:
+        _report(args.runs[0], args.output, options)
+        return
+
+    if options:
+        raise ConfigError(
+            "--images, --score: only for the report of one run. Fix: leave them out."
+        )
+    output = Path(args.output or "output/runs")
+    write_side_by_side(args.runs, output)
+    print(f"Report: {output / RUNS}")
+
+
+def _report(run: str, output: str | None, options: dict) -> None:
+    folder = Path(output or Path(run, "report"))
+    numbers = write_report(run, **options, output=folder)
+    for entry in numbers["missing"]:
+        print(f"Missing: {', '.join(entry['parts'])}: {entry['reason']}")
+    for task, scores in numbers["summary"]["scores"].items():
+        if scores["AP"] is not None:
+            print(f"{task} AP {scores['AP']:.1f}")
+    print(f"Report: {folder / PAGE}")

@@ -1,4 +1,4 @@
-"""Train or evaluate a detector from a yaml, with Detectron2's flags and optionally under torchrun."""
+"""Train or evaluate a detector from a yaml, with Detectron2's flags or under torchrun."""
 
 import argparse
 

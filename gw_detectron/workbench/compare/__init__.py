@@ -1,6 +1,5 @@
-"""Which norm for my data? Train each the same way, and compare AP after equal iterations and equal time."""
+"""Comparison of norms: AP after equal iterations and equal time, and which one to take."""
 
-from .page import PAGE
-from .run import RECOMMENDED, Comparison, compare
+from .comparison import PAGE, RECOMMENDED, Comparison, compare
 
 __all__ = ["PAGE", "RECOMMENDED", "Comparison", "compare"]

@@ -6,14 +6,16 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .plan import SEARCH_SEED, Job, Plan
+from .plan import Job, Plan
 
 #: 97.5 % quantiles of Student's t distribution with 1, 2, ... degrees of freedom
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-ITERATIONS, TIME = "equal iterations", "equal time"
+ITERATIONS = "equal iterations"
+TIME = "equal time"
 _CLOSE = 1.0  # AP below the best norm's that a faster one may have
 
 Scores = Mapping[int, float]  # AP by seed
+Results = Mapping[Job, Mapping[str, Any]]
 
 
 class Difference(NamedTuple):
@@ -24,65 +26,102 @@ class Difference(NamedTuple):
     high: float | None
     seeds: int
 
+    @property
+    def may_be_none(self) -> bool:
+        """Whether the interval includes 0 or less."""
+        return self.low is None or self.low <= 0
+
     def __str__(self) -> str:
         interval = "" if self.low is None else f" [{self.low:+.1f}, {self.high:+.1f}]"
         return f"{self.mean:+.1f}{interval}"
 
 
 def paired_difference(first: Scores, second: Scores) -> Difference | None:
-    """Compare values by seed, with the interval of the paired t test; None without a common seed."""
-    pairs = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
-    if not pairs:
+    """Compare values by seed, by the paired t test; None without a common seed."""
+    seeds = first.keys() & second.keys()
+    if not seeds:
         return None
-    mean, count = statistics.mean(pairs), len(pairs)
-    if count == 1:
+
+    differences = [first[seed] - second[seed] for seed in seeds]
+    mean = statistics.mean(differences)
+    if len(seeds) == 1:
         return Difference(mean, None, None, 1)
-    half = _T[min(count - 2, len(_T) - 1)] * statistics.stdev(pairs) / math.sqrt(count)
-    return Difference(mean, mean - half, mean + half, count)
+
+    freedom = len(seeds) - 1
+    quantile = _T[min(freedom, len(_T)) - 1]
+    deviation = statistics.stdev(differences)
+    half = quantile * deviation / math.sqrt(len(seeds))
+    return Difference(mean, mean - half, mean + half, len(seeds))
 
 
-def summarize(
-    plan: Plan, times: Mapping[str, float], results: Mapping[Job, Mapping[str, Any]]
-) -> dict[str, Any]:
+def summarize(plan: Plan, times: Mapping[str, float], results: Results) -> dict[str, Any]:
     """Return the numbers of a comparison, which ``comparison.json`` holds."""
-    ap = {
-        job: results[job]["AP"]
-        for job in sorted(results, key=lambda job: (plan.norms.index(job.norm), job.seed))
+    ap = {job: result["AP"] for job, result in results.items()}
+    tables = {ITERATIONS: _scores(plan, ap, 0)}
+    if plan.times:
+        tables[TIME] = _scores(plan, ap, -1)
+
+    norms = {norm: _facts(plan, norm, ap, times) for norm in plan.norms}
+    for criterion, table in tables.items():
+        for norm, facts in norms.items():
+            facts[criterion] = table.get(norm, {})
+
+    take, advice = advise(table, times, criterion)  # by equal time if there is one
+    edges = [norm for norm, facts in norms.items() if facts["rate_at_the_edge"]]
+    if edges:
+        names = ", ".join(edges)
+        advice += f" The chosen rate of {names} is at the edge of those tried: try more."
+    recommended = {"norm": take, "rate": norms[take]["rate"]} if take else None
+    scored = [result["score"] for result in results.values() if result["AP"]]
+    return {
+        "advice": advice,
+        "recommended": recommended,
+        "score": scored[0] if scored else "AP",
+        "iterations": plan.iterations,
+        "norms": norms,
+        "differences": {name: _differences(table) for name, table in tables.items()},
     }
-    rates = {norm: plan.search(norm, ap)[1] for norm in plan.norms}
-    tables: dict[str, dict[str, dict[int, float]]] = {}  # criterion -> norm -> seed -> AP
-    for criterion, place in ((ITERATIONS, 0), *([(TIME, -1)] if plan.times else [])):
-        table = tables[criterion] = {}
-        for job, value in ap.items():
-            if job.seed != SEARCH_SEED and job.iterations == plan.lengths(job.norm)[place]:
-                table.setdefault(job.norm, {})[job.seed] = value
-    norms = {
-        norm: {
-            "rate": rate,
-            "rate_at_the_edge": len(plan.rates) > 1
-            and rate in (min(plan.rates), max(plan.rates)),
-            "seconds_per_iteration": times[norm],
-            **{criterion: table.get(norm, {}) for criterion, table in tables.items()},
+
+
+def _facts(
+    plan: Plan, norm: str, ap: Mapping[Job, float], times: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return the rate and the time of a norm."""
+    rate = plan.search(norm, ap)[1]
+    edges = (min(plan.rates), max(plan.rates))
+    return {
+        "rate": rate,
+        "rate_at_the_edge": len(plan.rates) > 1 and rate in edges,
+        "seconds_per_iteration": times[norm],
+    }
+
+
+def _scores(plan: Plan, ap: Mapping[Job, float], place: int) -> dict[str, dict[int, float]]:
+    """Return norm -> seed -> AP of the scored runs of a length.
+
+    ``place`` is that in :meth:`Plan.lengths`.
+    """
+    table = {}
+    for norm in plan.norms:
+        length = plan.lengths(norm)[place]
+        scored = {
+            job.seed: ap[job]
+            for job in ap
+            if job.norm == norm and job.iterations == length and not job.is_search
         }
-        for norm, rate in rates.items()
-    }
-    differences = {
-        criterion: {
-            f"{first} - {second}": difference._asdict()
-            for first, second in itertools.permutations(table, 2)
-            if (difference := paired_difference(table[first], table[second]))
-        }
-        for criterion, table in tables.items()
-    }
-    take, text = advise(table, times, criterion)  # by equal time if there is one
-    if edges := [norm for norm, each in norms.items() if each["rate_at_the_edge"]]:
-        text += (
-            f" The chosen rate of {', '.join(edges)} is at the edge of those tried: try more."
-        )
-    recommended = {"norm": take, "rate": rates[take]} if take else None
-    numbers = {"iterations": plan.iterations, "norms": norms, "differences": differences}
-    score = next((found["score"] for found in results.values() if found["AP"]), "AP")
-    return {"advice": text, "recommended": recommended, "score": score, **numbers}
+        if scored:
+            table[norm] = dict(sorted(scored.items()))
+    return table
+
+
+def _differences(table: Mapping[str, Scores]) -> dict[str, dict[str, Any]]:
+    """Return the paired differences of all norms of a table."""
+    differences = {}
+    for first, second in itertools.permutations(table, 2):
+        difference = paired_difference(table[first], table[second])
+        if difference:
+            differences[f"{first} - {second}"] = difference._asdict()
+    return differences
 
 
 def advise(
@@ -90,40 +129,40 @@ def advise(
 ) -> tuple[str, str]:
     """Return the norm to take, and a sentence with the uncertainty; "" where the runs tell nothing.
 
-    It is the fastest of those at most 1 AP below the best one, with a difference whose interval includes 0.
-    The interval does not suffice: few seeds, or one that diverged, make it wide.
+    It is the fastest of those at most 1 AP below the best one, with a difference whose interval
+    includes 0. The interval does not suffice: few seeds, or one that diverged, make it wide.
     """
-    seeds = (
-        set.intersection(*(set(scores) for scores in table.values()))
-        if len(table) > 1
-        else set()
-    )
-    if not seeds or not any(max(scores.values()) for scores in table.values()):
+    by_norm = [set(scores) for scores in table.values()]
+    seeds = set.intersection(*by_norm) if len(by_norm) > 1 else set()
+    found_any = any(any(scores.values()) for scores in table.values())
+    if not seeds or not found_any:
         return "", "Too few runs are finished to compare norms."
-    means = {
-        norm: statistics.mean(scores[seed] for seed in seeds) for norm, scores in table.items()
-    }
+
+    means = {}
+    for norm, scores in table.items():
+        means[norm] = statistics.mean(scores[seed] for seed in seeds)
     best, second = sorted(means, key=means.__getitem__, reverse=True)[:2]
     start = f"After {criterion}, {best} has the highest AP, {means[best]:.1f}"
-    behind = {
-        norm: paired_difference(table[best], scores)
-        for norm, scores in table.items()
-        if norm != best
-    }
-    equal = {norm: each for norm, each in behind.items() if each and (each.low or 0.0) <= 0}
     if len(seeds) == 1:
-        advice = "one seed shows no order: give --seeds 3 or more time."
-        return best, f"{start}, and {second} {means[second]:.1f}, but {advice}"
+        text = f"{start}, and {second} {means[second]:.1f}, but one seed shows no order"
+        return best, f"{text}: give --seeds 3 or more time."
+
+    behind = {}
+    for norm in table:
+        difference = paired_difference(table[best], table[norm])
+        if norm != best and difference:
+            behind[norm] = difference
+    equal = {norm: lead for norm, lead in behind.items() if lead.may_be_none}
     if not equal:
-        lead = f"{behind[second]} to the next, {second} (95 % interval, {len(seeds)} seeds)"
-        return best, f"{start}: {lead}. Take {best}."
-    take = min(
-        [best, *(norm for norm, each in equal.items() if each.mean <= _CLOSE)],
-        key=times.__getitem__,
+        next_one = f"{behind[second]} to the next, {second}"
+        text = f"{start}: {next_one} (95 % interval, {len(seeds)} seeds). Take {best}."
+        return best, text
+
+    close = [norm for norm, lead in equal.items() if lead.mean <= _CLOSE]
+    take = min([best, *close], key=times.__getitem__)
+    others = ", ".join(f"{norm} ({lead})" for norm, lead in equal.items())
+    text = (
+        f"{start}; with {len(seeds)} seeds its lead over {others} is not certain (95 % intervals). "
+        f"Take {take}, the fastest of these within {_CLOSE:g} AP of the highest."
     )
-    others = ", ".join(f"{norm} ({each})" for norm, each in equal.items())
-    lead = f"with {len(seeds)} seeds its lead over {others} is not certain (95 % intervals)"
-    return (
-        take,
-        f"{start}; {lead}. Take {take}, the fastest of these within {_CLOSE:g} AP of the highest.",
-    )
+    return take, text

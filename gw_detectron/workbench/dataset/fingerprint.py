@@ -11,6 +11,7 @@ import numpy as np
 
 from ...errors import DataError
 from .coco_content import MALFORMED
+from .coco_scores import counted_detections
 
 #: score -> areas in pixels that it counts. Source: pycocotools, Params.setDetParams
 _AREA_RANGES = {"APs": (0, 32**2), "APm": (32**2, 96**2), "APl": (96**2, math.inf)}
@@ -52,9 +53,7 @@ class Fingerprint:
         class or, if larger, ``detections``, the model's number per image.
         """
         most = self.most_of_a_class
-        return (
-            f"AP@{max(most, detections)}" if most > (20 if task == "keypoints" else 100) else ""
-        )
+        return f"AP@{max(most, detections)}" if most > counted_detections(task) else ""
 
     @cached_property
     def per_class(self) -> np.ndarray:

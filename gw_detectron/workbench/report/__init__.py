@@ -10,13 +10,15 @@ from ...atomic import check_replaceable
 from ...errors import is_user_error
 from ...installation import require_packages
 from ..console import progress_bar
-from .page import files_of, section_key, write_folder
+from .html import section_key, write_folder
+from .page_parts import Section
 from .run_folder import RunFolder
-from .sections import SECTIONS, Section
+from .sections import SECTIONS
 
 __all__ = ["PAGE", "RunFolder", "write_report"]
 
-PAGE = "report.html"
+_FILES = ("report.json", "report.html")
+PAGE = _FILES[1]
 
 
 @rc_context({"text.parse_math": False})  # class names may have dollar signs
@@ -31,15 +33,18 @@ def write_report(
 
     Args:
         folder, images, score: see :class:`RunFolder`.
-        output: the folder to write; ``report`` in the run folder if None. An earlier report there is replaced.
+        output: the folder to write; ``report`` in the run folder if None. An earlier report there
+            is replaced.
 
     Returns:
-        The content of ``report.json``. ``missing`` lists the parts whose input the run folder lacks, and why.
+        The content of ``report.json``. ``missing`` lists the parts whose input the run folder
+        lacks, and why.
     """
     run = RunFolder(folder, images, score)
     output = run.folder / "report" if output is None else Path(output)
     require_packages("report", "cv2")  # before minutes of work
-    check_replaceable(output, files_of(PAGE))
+    check_replaceable(output, _FILES)
+
     sections: dict[str, Section] = {}
     reasons: dict[str, list[str]] = {}
     for name, section in progress_bar(SECTIONS.items(), desc="report", unit="part"):
@@ -49,12 +54,10 @@ def write_report(
             if not is_user_error(error):
                 raise
             reasons.setdefault(str(error), []).append(name)
-    numbers = {
-        section_key(name): each.numbers
-        for name, each in sections.items()
-        if each.numbers is not None
-    }
+
+    numbers = {section_key(name): section.numbers for name, section in sections.items()}
+    numbers.pop("predictions", None)  # pictures alone
     numbers["missing"] = [
         {"parts": parts, "reason": reason} for reason, parts in reasons.items()
     ]
-    return write_folder(output, PAGE, f"Run {run.folder.resolve().name}", sections, numbers)
+    return write_folder(output, _FILES, f"Run {run.folder.resolve().name}", sections, numbers)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from detectron2.config import CfgNode
@@ -16,48 +16,57 @@ from pycocotools import mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from ..dataset.coco_scores import COCO_TASKS
 from ..dataset.fingerprint import Fingerprint, read_fingerprint
 from ..dataset.geometry import is_polygon
+from ..images.drawing import draw_record
 from ..images.reading import read_image
-from ..predict import draw_record
 from ..run.evaluation import dense_average_precision
 
-#: kinds of a detection, by the object that it overlaps most: the same class; another class; one that a detection of
-#: higher score has taken; an IoU below 0.5; an IoU below 0.1
-CORRECT, WRONG_CLASS, DUPLICATE, POOR_BOX, BACKGROUND = (
-    "correct",
-    "wrong class",
-    "duplicate",
-    "poor box",
-    "background",
-)
-KINDS = (CORRECT, WRONG_CLASS, DUPLICATE, POOR_BOX, BACKGROUND)
-_IOU, _BACKGROUND_IOU = 0.5, 0.1
-#: why an object is not found at any score
-UNFOUND = (
-    "its box was matched to a neighbor, or is beyond COCO's limit per image",
-    "only boxes of another class",
-    "only boxes with an IoU of 0.1 to 0.5",
-    "no box",
-)
-#: task -> key of a detection
-RESULT_KEYS = {"bbox": "bbox", "segm": "segmentation", "keypoints": "keypoints"}
+#: kinds of a detection, by the object that it overlaps most: the same class; another class; one
+#: that a detection of higher score has taken; an IoU below 0.5; an IoU below 0.1
+CORRECT = "correct"
+WRONG_CLASS = "wrong class"
+DUPLICATE = "duplicate"
+POOR_BOX = "poor box"
+BACKGROUND = "background"
+MISSED = "missed"  # of an object without a detection
+KINDS = (CORRECT, WRONG_CLASS, DUPLICATE, POOR_BOX, BACKGROUND, MISSED)
+
+_IOU = 0.5
+_BACKGROUND_IOU = 0.1
+
+#: reasons why an object is not found at any score
+NEIGHBOR = "its box was matched to a neighbor, or is beyond COCO's limit per image"
+OTHER_CLASS = "only boxes of another class"
+FAR = "only boxes with an IoU of 0.1 to 0.5"
+NO_BOX = "no box"
+UNFOUND = (NEIGHBOR, OTHER_CLASS, FAR, NO_BOX)
+
+Entry = dict[str, Any]  # an annotation or a result in COCO's format
 
 
-@dataclass(frozen=True)
-class ImageMatches:
-    """The detections of an image and the objects that they miss."""
+class Match(NamedTuple):
+    """A detection and the object that it is matched to; one of them is None for most errors."""
+
+    kind: str  # of KINDS
+    detection: Entry | None
+    annotation: Entry | None
+
+
+class ImageMatches(NamedTuple):
+    """The detections of an image, best score first, then the objects that they miss."""
 
     image_id: Any
-    found: list[dict[str, Any]]  # best score first
-    kinds: list[str]  # of KINDS, for each detection
-    matched: list[dict[str, Any] | None]  # the annotation that each detection matches
-    missed: list[dict[str, Any]]  # annotations
+    matches: list[Match]
+
+    def of_kind(self, kind: str) -> list[Match]:
+        return [match for match in self.matches if match.kind == kind]
 
     @property
     def errors(self) -> int:
         """The number of missed objects and wrong detections."""
-        return len(self.missed) + len(self.kinds) - self.kinds.count(CORRECT)
+        return len(self.matches) - len(self.of_kind(CORRECT))
 
 
 @dataclass(frozen=True)
@@ -68,47 +77,66 @@ class Detections:
     metadata: Metadata
     records: Mapping[Any, dict[str, Any]]  # image id -> record in Detectron2's dataset format
     truth: COCO
-    results: Sequence[dict[str, Any]]
+    results: Sequence[Entry]
     tasks: Sequence[str]  # of bbox, segm and keypoints
 
     @property
-    def category_ids(self) -> list[int]:
-        """The ids of the classes, in the order of their names."""
-        return sorted(self.truth.getCatIds())
+    def classes(self) -> dict[int, str]:
+        """Category id -> name, in the order of the model's classes."""
+        return {number: self.truth.cats[number]["name"] for number in sorted(self.truth.cats)}
 
-    @property
-    def class_names(self) -> list[str]:
-        return [category["name"] for category in self.truth.loadCats(self.category_ids)]
+    def file_of(self, image: ImageMatches) -> str:
+        return self.truth.imgs[image.image_id]["file_name"]
 
     @cached_property
-    def scores(self) -> dict[str, COCOeval]:
+    def objects(self) -> list[Entry]:
+        """The annotations that can be found: no crowds."""
+        annotations = self.truth.anns.values()
+        return [annotation for annotation in annotations if not annotation.get("iscrowd")]
+
+    @cached_property
+    def evaluations(self) -> dict[str, COCOeval]:
         """Task -> COCO's evaluation, accumulated and summarized."""
-        evaluations = {task: self._evaluation(self.results, task) for task in self.tasks}
-        for task, evaluation in evaluations.items():
+        evaluations = {}
+        for task in self.tasks:
+            evaluation = self._evaluation(self.results, task)
             if task == "keypoints" and self.cfg.TEST.KEYPOINT_OKS_SIGMAS:  # else COCO's
                 evaluation.params.kpt_oks_sigmas = np.array(self.cfg.TEST.KEYPOINT_OKS_SIGMAS)
-            with contextlib.redirect_stdout(io.StringIO()):
+
+            with _quiet():
                 evaluation.evaluate()
                 evaluation.accumulate()
                 evaluation.summarize()
+            evaluations[task] = evaluation
         return evaluations
+
+    def scores(self, task: str) -> dict[str, float | None]:
+        """Return the scores of a task in percent, by name; None if undefined.
+
+        ``AP@N`` is among them if COCO's AP does not count all objects.
+        """
+        evaluation = self.evaluations[task]
+        scores: dict[str, float | None] = {}
+        for name, value in zip(COCO_TASKS[task].scores, evaluation.stats, strict=False):
+            scores[name] = float(100 * value) if value >= 0 else None
+
+        dense = self.fingerprint.dense_score(task, self.cfg.TEST.DETECTIONS_PER_IMAGE)
+        if dense:
+            scores[dense] = dense_average_precision(evaluation, dense)
+        return scores
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """The statistics of the ground truth."""
         return read_fingerprint(self.truth.dataset)
 
-    def dense_score(self, task: str) -> dict[str, float]:
-        """Return ``AP@N`` by its name, if COCO's AP does not count all objects."""
-        name = self.fingerprint.dense_score(task, self.cfg.TEST.DETECTIONS_PER_IMAGE)
-        return {name: dense_average_precision(self.scores[task], name)} if name else {}
-
-    def _evaluation(self, results: Iterable[dict[str, Any]], task: str) -> COCOeval:
+    def _evaluation(self, results: Iterable[Entry], task: str) -> COCOeval:
         results = copy.deepcopy(list(results))  # pycocotools changes them
         if task == "segm":  # with a box, pycocotools takes its area for the mask's
             for result in results:
                 result.pop("bbox")
-        with contextlib.redirect_stdout(io.StringIO()):
+
+        with _quiet():
             if results:
                 return COCOeval(self.truth, self.truth.loadRes(results), task)
             empty = COCO()  # loadRes cannot read an empty list
@@ -117,120 +145,126 @@ class Detections:
             return COCOeval(self.truth, empty, task)
 
     def precision(self, task: str, iou: float | None = None) -> np.ndarray:
-        """Return the precision over recall, (recalls, classes), at an IoU or averaged; NaN for absent classes."""
-        evaluation = self.scores[task]
-        values = evaluation.eval["precision"][
-            :, :, :, 0, -1
-        ]  # (IoU thresholds, recalls, classes)
+        """Return the precision over recall, (recalls, classes); NaN for absent classes.
+
+        It is that at an IoU, or the mean over COCO's IoUs.
+        """
+        evaluation = self.evaluations[task]
+        values = evaluation.eval["precision"][:, :, :, 0, -1]  # (IoUs, recalls, classes)
         values = np.where(values < 0, np.nan, values)
-        return (
-            values.mean(0)
-            if iou is None
-            else values[np.isclose(evaluation.params.iouThrs, iou)][0]
-        )
+        if iou is None:
+            return values.mean(0)
+        return values[np.isclose(evaluation.params.iouThrs, iou)][0]
 
     def unfound(self) -> dict[str, int]:
-        """Count by reason the objects that no box finds, of any score, in COCO's evaluation at an IoU of 0.5."""
-        counts = dict.fromkeys(UNFOUND, 0)
+        """Count by reason the objects that no box finds, of any score, at an IoU of 0.5."""
         boxes = defaultdict(list)
         for result in self.results:
             boxes[result["image_id"]].append(result)
-        evaluation = self.scores["bbox"]
-        for entry in filter(None, evaluation.evalImgs):
-            if entry["aRng"] != evaluation.params.areaRng[0]:  # all sizes
+
+        counts = dict.fromkeys(UNFOUND, 0)
+        evaluation = self.evaluations["bbox"]
+        all_sizes = evaluation.params.areaRng[0]
+        for entry in evaluation.evalImgs:
+            if entry is None or entry["aRng"] != all_sizes:
                 continue
-            for number in np.array(entry["gtIds"])[
-                (entry["gtMatches"][0] == 0) & (entry["gtIgnore"] == 0)
-            ]:
-                found = boxes[entry["image_id"]]
-                overlaps = mask.iou(
-                    [each["bbox"] for each in found], [self.truth.anns[number]["bbox"]], [0]
-                )
-                overlaps = np.array(overlaps).reshape(-1)
-                of_class = overlaps[
-                    [each["category_id"] == entry["category_id"] for each in found]
-                ]
-                best, own = np.max(overlaps, initial=0), np.max(of_class, initial=0)
-                reached = (own >= _IOU, best >= _IOU, best >= _BACKGROUND_IOU, True)
-                counts[UNFOUND[reached.index(True)]] += 1
+            unmatched = (entry["gtMatches"][0] == 0) & (entry["gtIgnore"] == 0)
+            for number in np.array(entry["gtIds"])[unmatched]:
+                reason = _reason(self.truth.anns[number], boxes[entry["image_id"]])
+                counts[reason] += 1
         return counts
 
     def match(self, score: float) -> list[ImageMatches]:
-        """Match boxes of this score and more to objects of any class, as pycocotools does at an IoU of 0.5.
+        """Match boxes of this score and more to objects of any class.
 
-        Detections on crowd regions are left out.
+        pycocotools matches them at an IoU of 0.5. Detections on crowd regions are left out.
 
-        Source: the kinds of errors follow TIDE (arXiv 2008.08115), but do not compare classes before the match.
+        Source: the kinds of errors follow TIDE (arXiv 2008.08115), but do not compare classes
+        before the match.
         """
-        results = [each for each in self.results if each["score"] >= score]
+        results = [result for result in self.results if result["score"] >= score]
         evaluation = self._evaluation(results, "bbox")
         params = evaluation.params
-        params.useCats, params.iouThrs, params.maxDets = 0, np.array([_IOU]), [len(results)]
-        params.areaRng, params.areaRngLbl = [[0, np.inf]], ["all"]
-        with contextlib.redirect_stdout(io.StringIO()):
+        params.useCats = 0
+        params.iouThrs = np.array([_IOU])
+        params.maxDets = [len(results)]
+        params.areaRng = [[0, np.inf]]
+        params.areaRngLbl = ["all"]
+        with _quiet():
             evaluation.evaluate()
+
         pairs = zip(sorted(self.truth.imgs), evaluation.evalImgs, strict=True)
         return [self._sort_out(image_id, matches, results) for image_id, matches in pairs]
 
     def _sort_out(
-        self, image_id: Any, matches: dict | None, results: Sequence[dict[str, Any]]
+        self, image_id: Any, found: dict | None, results: Sequence[Entry]
     ) -> ImageMatches:
-        """Name the kind of each detection of an image from pycocotools' matches; detections have the ids 1, 2, ..."""
-        image = ImageMatches(image_id, [], [], [], [])
-        if matches is None:  # neither objects nor detections
+        """Name the kind of each detection of an image from pycocotools' matches."""
+        image = ImageMatches(image_id, [])
+        if found is None:  # neither objects nor detections
             return image
-        objects = [each for each in self.truth.imgToAnns[image_id] if not each.get("iscrowd")]
-        taken = dict(
-            zip(
-                matches["gtMatches"][0].astype(int),
-                map(self.truth.anns.get, matches["gtIds"]),
-                strict=True,
-            )
-        )
-        for number, ignored in zip(matches["dtIds"], matches["dtIgnore"][0], strict=True):
-            if ignored:
-                continue
-            detection, match = results[number - 1], taken.get(number)
-            overlaps = mask.iou(
-                [detection["bbox"]], [each["bbox"] for each in objects], [0] * len(objects)
-            )
-            overlap = np.max(overlaps, initial=0)
-            if match:
-                kind = (
-                    CORRECT if match["category_id"] == detection["category_id"] else WRONG_CLASS
-                )
-            else:
-                kind = (
-                    DUPLICATE
-                    if overlap >= _IOU
-                    else POOR_BOX
-                    if overlap >= _BACKGROUND_IOU
-                    else BACKGROUND
-                )
-            image.found.append(detection)
-            image.kinds.append(kind)
-            image.matched.append(match)
-        hit = {id(each) for each in image.matched}
-        image.missed.extend(each for each in objects if id(each) not in hit)
+
+        annotations = self.truth.imgToAnns[image_id]
+        objects = [one for one in annotations if not one.get("iscrowd")]
+        # keys: the ids of detections begin at 1, those of annotations perhaps at 0, which is none
+        taken = dict(zip(found["gtMatches"][0], found["gtIds"], strict=True))
+        for number, ignored in zip(found["dtIds"], found["dtIgnore"][0], strict=True):
+            if not ignored:
+                detection = results[number - 1]
+                annotation = self.truth.anns.get(taken.get(number))
+                kind = _kind(detection, annotation, objects)
+                image.matches.append(Match(kind, detection, annotation))
+
+        hit = {match.annotation["id"] for match in image.matches if match.annotation}
+        for annotation in objects:
+            if annotation["id"] not in hit:
+                image.matches.append(Match(MISSED, None, annotation))
         return image
 
-    def draw(
-        self, image_id: Any, objects: Sequence[dict[str, Any]], notes: Sequence[str]
-    ) -> np.ndarray:
+    def draw(self, image_id: Any, objects: Sequence[Entry], notes: Sequence[str]) -> np.ndarray:
         """Draw annotations or detections on their image, with notes."""
-        index = {category: index for index, category in enumerate(self.category_ids)}
-        hidden = {key for task, key in RESULT_KEYS.items() if task not in self.tasks}
-        shown = [
-            {key: value for key, value in each.items() if key not in hidden}
-            | {"category_id": index[each["category_id"]]}
-            for each in objects
-        ]
-        for each in shown:
-            if isinstance(
-                mask := each.get("segmentation"), list
-            ):  # Detectron2 leaves out other polygons, too
-                each["segmentation"] = list(filter(is_polygon, mask))
-        image = read_image(
-            self.records[image_id]["file_name"], "RGB", self.cfg.INPUT.PERCENTILES
-        )
+        hidden = {
+            task.result_key for name, task in COCO_TASKS.items() if name not in self.tasks
+        }
+        shown = []
+        for one in objects:
+            drawn = {key: value for key, value in one.items() if key not in hidden}
+            drawn["category_id"] = list(self.classes).index(one["category_id"])
+            polygons = drawn.get("segmentation")
+            if isinstance(polygons, list):  # Detectron2 leaves out others, too
+                drawn["segmentation"] = list(filter(is_polygon, polygons))
+            shown.append(drawn)
+
+        file = self.records[image_id]["file_name"]
+        image = read_image(file, "RGB", self.cfg.INPUT.PERCENTILES)
         return draw_record(image, self.metadata, {"annotations": shown}, notes)
+
+
+def _quiet() -> contextlib.redirect_stdout:
+    """Keep pycocotools from printing."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def _kind(detection: Entry, annotation: Entry | None, objects: Iterable[Entry]) -> str:
+    if annotation is None:
+        return _by_overlap(detection, objects, (DUPLICATE, POOR_BOX, BACKGROUND))
+    same = annotation["category_id"] == detection["category_id"]
+    return CORRECT if same else WRONG_CLASS
+
+
+def _reason(annotation: Entry, found: Iterable[Entry]) -> str:
+    """Return why no box of an image finds an object."""
+    category = annotation["category_id"]
+    of_class = [result for result in found if result["category_id"] == category]
+    other = _by_overlap(annotation, found, (OTHER_CLASS, FAR, NO_BOX))
+    return _by_overlap(annotation, of_class, (NEIGHBOR, other, other))
+
+
+def _by_overlap(one: Entry, others: Iterable[Entry], names: tuple[str, str, str]) -> str:
+    """Return a name by the largest IoU of a box with others: high, low or none."""
+    overlaps = mask.iou([other["bbox"] for other in others], [one["bbox"]], [0])
+    overlap = np.max(overlaps, initial=0)
+    near, low, none = names
+    if overlap >= _IOU:
+        return near
+    return low if overlap >= _BACKGROUND_IOU else none

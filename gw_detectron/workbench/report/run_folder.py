@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import statistics
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,18 @@ from ...config import read_config
 from ...errors import ConfigError, DataError, MissingFileError, check_minimum, summarize_names
 from ...weights import best_checkpoint
 from ...weights.opening import BEST_CHECKPOINT
+from ..dataset.coco_scores import COCO_TASKS
 from ..run.folder import BEST_PREDICTIONS, CONVERTED, METRICS, PREDICTIONS, read_metrics
 from ..run.run_datasets import use_recorded_datasets
-from .detections import RESULT_KEYS, Detections, ImageMatches
+from .detections import Detections, ImageMatches
 
 
 class RunFolder:
-    """The folder of a training, or of an evaluation by ``--eval-only``.
+    """The folder of a training, or of an evaluation.
 
-    An evaluation after the training leaves its config in ``inference``, which then decides which weights and dataset
-    belong to the predictions: a training removes it. Properties raise a user error if a file is missing or damaged.
+    An evaluation after the training leaves its config in ``inference``, which then decides which
+    weights and dataset belong to the predictions: a training removes it. Properties raise a user
+    error if a file is missing or damaged.
 
     Args:
         folder: ``OUTPUT_DIR`` of the run.
@@ -42,54 +45,79 @@ class RunFolder:
         check_minimum("--images", images)
         if not 0 <= score <= 1:
             raise ConfigError(f"--score ({score}): not between 0 and 1. Fix: give e.g. 0.5.")
-        self.folder, self.images, self.score = Path(folder), images, score
-        trained, evaluated = (
-            self.folder / place / "config.yaml" for place in (".", "inference")
-        )
+        self.folder = Path(folder)
+        self.images = images
+        self.score = score
+
+        evaluated = self.folder / "inference" / "config.yaml"
         self.is_evaluated = evaluated.is_file()
-        self.config_file = evaluated if self.is_evaluated else trained
+        self.config_file = evaluated if self.is_evaluated else self.folder / "config.yaml"
         if not self.config_file.is_file():
             raise MissingFileError(
-                f"RUN_FOLDER ('{folder}'): no config.yaml. Fix: give the OUTPUT_DIR of a run of gw-detectron train."
+                f"RUN ('{folder}'): no config.yaml. Fix: give the OUTPUT_DIR of a run of "
+                "gw-detectron train."
             )
-        self.cfg: CfgNode = read_config(str(self.config_file))
+        self.cfg: CfgNode = read_config(self.config_file)
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The records of ``metrics.json``, by iteration."""
         path = self.folder / METRICS
-        if not (records := read_metrics(path)):
+        records = read_metrics(path)
+        if not records:
             raise MissingFileError(
                 f"'{path}': no record of an iteration. A training writes one every 20 iterations."
             )
         return records
 
+    def logged(self, name: str) -> list[tuple[int, float]]:
+        """Return the iterations of the records with a metric, and its values."""
+        return [
+            (record["iteration"], record[name]) for record in self.metrics if name in record
+        ]
+
+    @property
+    def metric_names(self) -> list[str]:
+        """The sorted names of all metrics."""
+        return sorted(set().union(*self.metrics))
+
+    @property
+    def seconds_per_iteration(self) -> float:
+        """The median of the logged times; 0 without one."""
+        times = [seconds for _, seconds in self.logged("time")]
+        return statistics.median(times or [0.0])
+
     @property
     def weights(self) -> str:
         """The path of the best or last checkpoint, or the ``MODEL.WEIGHTS`` of an evaluation."""
-        return (
-            self.cfg.MODEL.WEIGHTS if self.is_evaluated else best_checkpoint(str(self.folder))
-        )
+        if self.is_evaluated:
+            return self.cfg.MODEL.WEIGHTS
+        return best_checkpoint(str(self.folder))
+
+    @property
+    def has_best_weights(self) -> bool:
+        """Whether the weights are those of ``TEST.BEST``."""
+        return not self.is_evaluated and self.weights.endswith(BEST_CHECKPOINT)
 
     @property
     def best_iteration(self) -> int | None:
         """The iterations behind ``model_best.pth``; None if the weights are others."""
-        if self.is_evaluated or not self.weights.endswith(BEST_CHECKPOINT):
+        if not self.has_best_weights:
             return None
-        name, sign = self.cfg.TEST.BEST, -1 if self.cfg.TEST.BEST.endswith("loss") else 1
-        evaluated = [
-            each for each in self.metrics if math.isfinite(each.get(name, math.nan))
-        ]  # AP can be NaN
-        return (
-            max(evaluated, key=lambda each: sign * each[name])["iteration"] + 1
-            if evaluated
-            else None
-        )
+        name = self.cfg.TEST.BEST
+        values = {
+            iteration + 1: value
+            for iteration, value in self.logged(name)
+            if math.isfinite(value)  # AP can be NaN
+        }
+        choose = min if name.endswith("loss") else max
+        return choose(values, key=values.__getitem__, default=None)
 
     @property
     def dataset(self) -> str:
         """The dataset of the predictions, the last one evaluated; "" for none."""
-        return self.cfg.DATASETS.TEST[-1] if self.cfg.DATASETS.TEST else ""
+        names = self.cfg.DATASETS.TEST
+        return names[-1] if names else ""
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
@@ -97,55 +125,56 @@ class RunFolder:
         use_recorded_datasets(self.cfg, self.config_file, str(self.folder))
         if self.dataset not in DatasetCatalog.list():
             raise DataError(
-                f"DATASETS.TEST ('{self.dataset}'): not registered. Fix: register it in Python first."
+                f"DATASETS.TEST ('{self.dataset}'): not registered. Fix: register it in Python "
+                "first."
             )
         return DatasetCatalog.get(self.dataset)
 
     @cached_property
     def detections(self) -> Detections:
-        """The predictions of the best weights, or of the last evaluation, with their ground truth."""
-        best = self.folder / "inference" / BEST_PREDICTIONS
-        path = (
-            best
-            if not self.is_evaluated and self.weights.endswith(BEST_CHECKPOINT)
-            else best.with_name(PREDICTIONS)
+        """The predictions of the best weights, or of the last evaluation, with the truth."""
+        records = {record["image_id"]: record for record in self.records}
+        truth = self._truth()
+        results = self._results(truth)
+        complete = set(results[0]).intersection(*results) if results else {"bbox"}
+        return Detections(
+            cfg=self.cfg,
+            metadata=MetadataCatalog.get(self.dataset),
+            records=records,
+            truth=truth,
+            results=results,
+            tasks=[name for name, task in COCO_TASKS.items() if task.result_key in complete],
         )
-        opts = ["OUTPUT_DIR", str(self.folder), "MODEL.WEIGHTS", self.weights]
-        words = [
-            "gw-detectron",
-            "train",
-            "--eval-only",
-            "--config-file",
-            str(self.config_file),
-            *opts,
-        ]
-        fix = f"Fix: run `{shlex.join(words)}`."
+
+    def _results(self, truth: COCO) -> list[dict[str, Any]]:
+        """Read the predictions, which are of the images and classes of the dataset."""
+        name = BEST_PREDICTIONS if self.has_best_weights else PREDICTIONS
+        path = self.folder / "inference" / name
+        fix = f"Fix: run `{shlex.join(self._evaluation_command())}`."
         try:
             results = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise DataError(f"'{path}': cannot be read: {error}. {fix}") from error
-        records, truth = {each["image_id"]: each for each in self.records}, self._truth()
-        unknown = {each["image_id"] for each in results} - truth.imgs.keys()
-        unknown |= {each["category_id"] for each in results} - truth.cats.keys()
+
+        unknown = {result["image_id"] for result in results} - truth.imgs.keys()
+        unknown |= {result["category_id"] for result in results} - truth.cats.keys()
         if unknown:
             names = summarize_names(map(str, unknown))
             raise DataError(
                 f"'{path}': has images or categories that '{self.dataset}' lacks ({names}). {fix}"
             )
-        complete = {
-            key
-            for key in RESULT_KEYS.values()
-            if results and all(key in each for each in results)
-        }
-        tasks = [task for task, key in RESULT_KEYS.items() if task == "bbox" or key in complete]
-        return Detections(
-            self.cfg, MetadataCatalog.get(self.dataset), records, truth, results, tasks
-        )
+        return results
+
+    def _evaluation_command(self) -> list[str]:
+        if self.is_evaluated:  # perhaps without a training in the folder
+            run = ["--config-file", str(self.config_file), "OUTPUT_DIR", str(self.folder)]
+        else:
+            run = [str(self.folder)]
+        return ["gw-detectron", "eval", *run]
 
     def _truth(self) -> COCO:
-        converted = (
-            self.folder / "inference" / f"{self.dataset}{CONVERTED}"
-        )  # of a dataset registered in Python
+        # of a dataset registered in Python
+        converted = self.folder / "inference" / f"{self.dataset}{CONVERTED}"
         json_file = MetadataCatalog.get(self.dataset).get("json_file", str(converted))
         with contextlib.redirect_stdout(io.StringIO()):
             truth = COCO(PathManager.get_local_path(json_file))

@@ -14,14 +14,14 @@ from torch import nn
 
 from ...errors import ConfigError, first_line
 from ...weights import StartWeights, trained_classes
+from ..dataset.coco_scores import COCO_TASKS
 from ..dataset.dataset_checks import CheckReport, check_datasets, wrong_evaluator
 from ..dataset.fingerprint import Fingerprint
 from ..images.augmentations import build_augmentations
 from .model_checks import check_model, check_start_weights
 
-# task -> scores that Detectron2 logs; small objects have no keypoints
-_SCORES = dict.fromkeys(("bbox", "segm"), ("AP", "AP50", "AP75", "APs", "APm", "APl")) | {
-    "keypoints": ("AP", "AP50", "AP75", "APm", "APl"),
+# task -> scores that Detectron2 logs
+_SCORES = {name: task.scores for name, task in COCO_TASKS.items()} | {
     "sem_seg": ("mIoU", "fwIoU", "mACC", "pACC"),
     "panoptic_seg": tuple(
         f"{score}{part}" for part in ("", "_th", "_st") for score in ("PQ", "SQ", "RQ")

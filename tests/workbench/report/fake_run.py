@@ -1,6 +1,7 @@
-"""A run folder without a training: photos, predictions made from the ground truth, metrics, weights."""
+"""A run folder without a training: photos, predictions from the ground truth, metrics."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ def write_run(folder: Path, *, classes: int = 3, config: Path = CONFIG, **option
     content = _photos(folder / "photos", classes)
     (folder / "annotations.json").write_text(json.dumps(content))
     dataset = {"json": "annotations.json", "images": "photos"}
-    (folder / "datasets.yaml").write_text(
-        yaml.safe_dump({"train": {"fake_train": dataset}, "val": {"fake_val": dataset}})
-    )
+    datasets = {"train": {"fake_train": dataset}, "val": {"fake_val": dataset}}
+    (folder / "datasets.yaml").write_text(yaml.safe_dump(datasets))
+
     opts = {
         **OPTS,
         "OUTPUT_DIR": folder,
@@ -32,70 +33,86 @@ def write_run(folder: Path, *, classes: int = 3, config: Path = CONFIG, **option
         "MODEL.MASK_ON": False,
         "MODEL.ROI_HEADS.NUM_CLASSES": classes,
         "MODEL.RETINANET.NUM_CLASSES": classes,
+        "SOLVER.MAX_ITER": 40,
         **{key.replace("__", "."): value for key, value in options.items()},
     }
-    opts["SOLVER.MAX_ITER"] = 40
     cfg = read_config(str(config), [str(word) for pair in opts.items() for word in pair])
     (folder / "config.yaml").write_text(cfg.dump())
-    records = [
-        {"iteration": i, "total_loss": 9 / (i + 1), "loss_cls": 1.0, "lr": 0.1, "time": 0.5}
-        for i in (0, 20, 39)
-    ]
-    records.append({"iteration": 40, "bbox/AP": 12.5, "bbox/APl": float("nan")})
-    (folder / "metrics.json").write_text("\n".join(map(json.dumps, records)) + "\n")
-    (folder / "inference").mkdir(exist_ok=True)
-    (folder / "inference" / "coco_instances_results.json").write_text(
-        json.dumps(_predictions(content))
+
+    losses = {"loss_cls": 1.0, "lr": 0.1, "time": 0.5}
+    write_metrics(
+        folder,
+        *({"iteration": i, "total_loss": 9 / (i + 1), **losses} for i in (0, 20, 39)),
+        {"iteration": 40, "bbox/AP": 12.5, "bbox/APl": float("nan")},
     )
+    (folder / "inference").mkdir(exist_ok=True)
+    results_file(folder).write_text(json.dumps(_predictions(content)))
     return folder
+
+
+def results_file(folder: Path) -> Path:
+    return folder / "inference" / "coco_instances_results.json"
+
+
+def write_metrics(folder: Path, *records: dict[str, Any]) -> None:
+    lines = [json.dumps(record) + "\n" for record in records]
+    (folder / "metrics.json").write_text("".join(lines))
+
+
+def change_json(path: Path, change: Callable[[Any], Any]) -> None:
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
 def _photos(folder: Path, classes: int) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     # the first name has to be escaped, in the page and in figures
-    names = [f"class {index}" if index else "<b>$x_$" for index in range(classes)]
-    content: dict[str, Any] = {
-        "images": [],
-        "annotations": [],
-        "categories": [{"id": 10 + index, "name": name} for index, name in enumerate(names)],
-    }
+    names = ["<b>$x_$", *(f"class {index}" for index in range(1, classes))]
+    images = []
+    annotations: list[dict[str, Any]] = []
     random = np.random.default_rng(0)
     for image_id in range(1, IMAGES + 1):
         image = Image.fromarray(random.integers(90, 160, (SIDE, SIDE, 3), dtype=np.uint8))
         for index in range(OBJECTS):
-            side, number = 24, len(content["annotations"])
-            box = [4 + 30 * index, int(random.integers(0, SIDE - side)), side, side]
-            ImageDraw.Draw(image).rectangle(
-                [*box[:2], box[0] + side, box[1] + side], fill=(number % 255, 80, 200)
+            number = len(annotations)
+            x = 4 + 30 * index
+            y = int(random.integers(0, SIDE - 24))
+            corners = [x, y, x + 24, y + 24]
+            ImageDraw.Draw(image).rectangle(corners, fill=(number % 255, 80, 200))
+            annotations.append(
+                {
+                    "id": number + 1,
+                    "image_id": image_id,
+                    "category_id": 10 + number % classes,
+                    "bbox": [x, y, 24, 24],
+                    "area": 24**2,
+                    "iscrowd": 0,
+                    "segmentation": [[x, y, x + 24, y, x + 24, y + 24, x, y + 24]],
+                }
             )
-            (x, y), shape = box[:2], {"bbox": box, "area": side**2, "iscrowd": 0}
-            shape["segmentation"] = [[x, y, x + side, y, x + side, y + side, x, y + side]]
-            ids = {"id": number + 1, "image_id": image_id, "category_id": 10 + number % classes}
-            content["annotations"].append({**ids, **shape})
-        image.save(folder / f"{image_id}.jpg")
-        content["images"].append(
-            {"id": image_id, "file_name": f"{image_id}.jpg", "width": SIDE, "height": SIDE}
-        )
-    return content
+        file = f"{image_id}.jpg"
+        image.save(folder / file)
+        images.append({"id": image_id, "file_name": file, "width": SIDE, "height": SIDE})
+
+    categories = [{"id": 10 + index, "name": name} for index, name in enumerate(names)]
+    return {"images": images, "annotations": annotations, "categories": categories}
 
 
 def _predictions(content: dict[str, Any]) -> list[dict[str, Any]]:
     """Find two of three objects, every fourth with the class of the next, moved by a few pixels."""
     ids = [category["id"] for category in content["categories"]]
     results = []
-    for number, each in enumerate(content["annotations"]):
+    for number, annotation in enumerate(content["annotations"]):
         if number % 3 == 2:
             continue
-        category = each["category_id"]
+        place = ids.index(annotation["category_id"])
         if number % 4 == 3:
-            category = ids[(ids.index(category) + 1) % len(ids)]
-        x, y, width, height = each["bbox"]
-        box = [x + number % 5, y, width, height]
+            place = (place + 1) % len(ids)
+        x, *rest = annotation["bbox"]
         results.append(
             {
-                "image_id": each["image_id"],
-                "category_id": category,
-                "bbox": box,
+                "image_id": annotation["image_id"],
+                "category_id": ids[place],
+                "bbox": [x + number % 5, *rest],
                 "score": 0.99 - 0.03 * number,
             }
         )

@@ -16,42 +16,14 @@ from gw_detectron.config import default_config
 from gw_detectron.workbench.report import RunFolder, write_report
 from gw_detectron.workbench.report.detections import Detections
 
-from .fake_run import write_run
+from .fake_run import results_file, write_run
 
-CAT, DOG = 5, 9
-
-
-def detections(truth, found):
-    """Boxes (image, class, box, crowd) and (image, class, box, score) as Detections."""
-    coco = COCO()
-    coco.dataset = {
-        "images": [
-            {"id": 1, "width": 200, "height": 100},
-            {"id": 2, "width": 200, "height": 100},
-        ],
-        "categories": [{"id": CAT, "name": "cat"}, {"id": DOG, "name": "dog"}],
-        "annotations": [
-            {
-                "id": i,
-                "image_id": image,
-                "category_id": key,
-                "bbox": box,
-                "area": box[2] * box[3],
-                "iscrowd": crowd,
-            }
-            for i, (image, key, box, crowd) in enumerate(truth, 1)
-        ],
-    }
-    coco.createIndex()
-    results = [
-        {"image_id": image, "category_id": key, "bbox": box, "score": score}
-        for image, key, box, score in found
-    ]
-    return Detections(
-        default_config(), Metadata(thing_classes=["cat", "dog"]), {}, coco, results, ["bbox"]
-    )
-
-
+CAT = 5
+DOG = 9
+DATASET = {
+    "images": [{"id": 1, "width": 200, "height": 100}, {"id": 2, "width": 200, "height": 100}],
+    "categories": [{"id": CAT, "name": "cat"}, {"id": DOG, "name": "dog"}],
+}
 TRUTH = [
     (1, CAT, [0, 0, 20, 20], 0),
     (1, DOG, [40, 0, 20, 20], 0),
@@ -70,14 +42,56 @@ FOUND = [
 ]
 
 
+def detections(truth, found):
+    """Return boxes (image, class, box, crowd) and (image, class, box, score) as Detections."""
+    annotations = [
+        {
+            "id": number,
+            "image_id": image,
+            "category_id": category,
+            "bbox": box,
+            "area": box[2] * box[3],
+            "iscrowd": crowd,
+        }
+        for number, (image, category, box, crowd) in enumerate(truth, 1)
+    ]
+    coco = COCO()
+    coco.dataset = {**DATASET, "annotations": annotations}
+    coco.createIndex()
+
+    keys = ("image_id", "category_id", "bbox", "score")
+    return Detections(
+        cfg=default_config(),
+        metadata=Metadata(thing_classes=["cat", "dog"]),
+        records={},
+        truth=coco,
+        results=[dict(zip(keys, values, strict=True)) for values in found],
+        tasks=["bbox"],
+    )
+
+
 def test_a_hand_made_image_is_matched():
-    own = detections(TRUTH, FOUND)
-    image, other = own.match(0.5)
-    assert [each["score"] for each in image.found] == [0.9, 0.8, 0.7, 0.65, 0.6]
-    assert image.kinds == ["correct", "duplicate", "wrong class", "poor box", "background"]
-    assert [each["id"] for each in image.missed] == [3] and image.errors == 5
-    assert [each and each["id"] for each in image.matched] == [1, None, 2, None, None]
-    assert (other.image_id, other.found, [each["id"] for each in other.missed]) == (2, [], [5])
+    image, other = detections(TRUTH, FOUND).match(0.5)
+    rows = [
+        (
+            match.kind,
+            match.detection and match.detection["score"],
+            match.annotation and match.annotation["id"],
+        )
+        for match in image.matches
+    ]
+
+    assert rows == [
+        ("correct", 0.9, 1),
+        ("duplicate", 0.8, None),
+        ("wrong class", 0.7, 2),
+        ("poor box", 0.65, None),
+        ("background", 0.6, None),
+        ("missed", None, 3),
+    ]
+    assert image.errors == 5
+    (missed,) = other.matches
+    assert (missed.kind, missed.annotation["id"]) == ("missed", 5)
 
 
 def test_objects_found_at_no_score_are_counted_by_the_reason():
@@ -88,16 +102,20 @@ def test_objects_found_at_no_score_are_counted_by_the_reason():
         (2, DOG, [0, 40, 20, 20], 0),
     ]
     found = [*FOUND, (2, CAT, [1, 0, 20, 20], 0.01), (2, CAT, [0, 40, 20, 20], 0.9)]
+
     assert list(detections(truth, found).unfound().values()) == [1, 1, 1, 1]
     assert list(detections(truth, []).unfound().values()) == [0, 0, 0, 7]
 
 
 def test_a_perfect_detector_has_full_ap_where_all_its_detections_count():
     boxes = [[1 + 6 * (k % 30), 1 + 6 * (k // 30), 5, 5] for k in range(150)]
-    own = detections([(1, CAT, box, 0) for box in boxes], [(1, CAT, box, 0.9) for box in boxes])
-    assert own.dense_score("bbox") == {"AP@150": pytest.approx(100)}
-    assert own.scores["bbox"].stats[0] < 0.7  # untouched
-    assert detections(TRUTH, FOUND).dense_score("bbox") == {}
+    truth = [(1, CAT, box, 0) for box in boxes]
+    found = [(1, CAT, box, 0.9) for box in boxes]
+    scores = detections(truth, found).scores("bbox")
+
+    assert scores["AP@150"] == pytest.approx(100)
+    assert scores["AP"] < 70
+    assert "AP@150" not in detections(TRUTH, FOUND).scores("bbox")
 
 
 def test_precision_and_ap_by_hand():
@@ -108,70 +126,70 @@ def test_precision_and_ap_by_hand():
         (1, CAT, [50, 0, 20, 20], 0.7),
     ]
     curve = detections(truth, found).precision("bbox", 0.5)
+
     assert np.allclose(curve[:, 0], [1] * 51 + [2 / 3] * 50)  # recall 0 to 0.5, then to 1
     assert np.isnan(curve[:, 1]).all()  # no dogs
 
 
 def test_a_mask_is_small_by_its_own_area():
-    found = detections(
-        [(1, CAT, [0, 0, 20, 20], 0)],
-        [(1, CAT, [0, 0, 20, 20], 0.8), (1, CAT, [50, 0, 99, 99], 0.9)],
-    )
-    outlines = (
-        [0, 0, 20, 0, 20, 20, 0, 20],
-        [50, 0, 149, 99, 148, 99],
-    )  # the thin one has a large box
-    for each, outline in zip(found.results, outlines, strict=True):
-        each["segmentation"] = found.truth.annToRLE({"image_id": 1, "segmentation": [outline]})
-    found.truth.anns[1]["segmentation"] = [outlines[0]]
-    scores = dataclasses.replace(found, tasks=["segm"]).scores["segm"].stats
-    assert scores[[0, 3]] == pytest.approx(0.5)  # AP and that of small objects
+    square = [0, 0, 20, 0, 20, 20, 0, 20]
+    thin = [50, 0, 149, 99, 148, 99]  # with a large box
+    boxes = [(1, CAT, [0, 0, 20, 20], 0.8), (1, CAT, [50, 0, 99, 99], 0.9)]
+    own = detections([(1, CAT, [0, 0, 20, 20], 0)], boxes)
+    own = dataclasses.replace(own, tasks=["segm"])
+    own.truth.anns[1]["segmentation"] = [square]
+    for result, outline in zip(own.results, (square, thin), strict=True):
+        mask = {"image_id": 1, "segmentation": [outline]}
+        result["segmentation"] = own.truth.annToRLE(mask)
+
+    scores = own.scores("segm")
+    assert scores["AP"] == pytest.approx(50)
+    assert scores["APs"] == pytest.approx(50)
 
 
 def test_a_polygon_that_detectron2_leaves_out_is_not_drawn(tmp_path):
+    file = tmp_path / "a.png"
+    Image.new("RGB", (200, 100)).save(file)
     own = detections(TRUTH, FOUND)
-    Image.new("RGB", (200, 100)).save(tmp_path / "a.png")
-    own = dataclasses.replace(
-        own, records={1: {"file_name": tmp_path / "a.png"}}, tasks=["bbox", "segm"]
-    )
+    own = dataclasses.replace(own, records={1: {"file_name": file}}, tasks=["bbox", "segm"])
     square = [0, 0, 20, 0, 20, 20, 0, 20]
-    pictures = [
-        own.draw(1, [own.truth.anns[1] | {"segmentation": polygons}], [""])
-        for polygons in (
-            [square],
-            [square, [1, 2, 3, 4, 5, 6, 7]],
-        )  # the coordinates of three points and a half
-    ]
+    other = [1, 2, 3, 4, 5, 6, 7]  # three points and a half
+
+    pictures = []
+    for polygons in ([square], [square, other]):
+        annotation = {**own.truth.anns[1], "segmentation": polygons}
+        pictures.append(own.draw(1, [annotation], [""]))
     assert np.array_equal(*pictures)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return RunFolder(write_run(tmp_path_factory.mktemp("run")))
+def as_instances(record, results):
+    """Return COCO results of an image as Detectron2's instances."""
+    boxes = torch.tensor([result["bbox"] for result in results])
+    corners = torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
+    instances = Instances((record["height"], record["width"]))
+    instances.pred_boxes = Boxes(corners)
+    instances.scores = torch.tensor([result["score"] for result in results])
+    instances.pred_classes = torch.tensor([result["category_id"] - 10 for result in results])
+    return instances
 
 
-def test_scores_are_those_of_detectron2(run):
+def test_scores_are_those_of_detectron2(tmp_path):
+    run = RunFolder(write_run(tmp_path))
+    records = run.records  # registers the dataset
+    results = json.loads(results_file(tmp_path).read_text())
     evaluator = COCOEvaluator(
-        run.records and run.dataset, tasks=("bbox",), distributed=False, use_fast_impl=False
+        run.dataset, tasks=("bbox",), distributed=False, use_fast_impl=False
     )
     evaluator.reset()
-    results = json.loads((run.folder / "inference" / "coco_instances_results.json").read_text())
-    for record in run.records:
-        own = [each for each in results if each["image_id"] == record["image_id"]]
-        boxes = torch.tensor([each["bbox"] for each in own])
-        instances = Instances((record["height"], record["width"]))
-        instances.pred_boxes = Boxes(torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1))
-        instances.scores = torch.tensor([each["score"] for each in own])
-        instances.pred_classes = torch.tensor([each["category_id"] - 10 for each in own])
-        evaluator.process([record], [{"instances": instances}])
+    for record in records:
+        own = [result for result in results if result["image_id"] == record["image_id"]]
+        evaluator.process([record], [{"instances": as_instances(record, own)}])
     expected = evaluator.evaluate()["bbox"]
-    rows = write_report(run.folder)["ap_per_class"]
-    assert [row["box AP"] for row in rows] == pytest.approx(
-        [expected[f"AP-{row['class']}"] for row in rows]
-    )
+
+    rows = write_report(tmp_path)["ap_per_class"]
+    for row in rows:
+        assert row["box AP"] == pytest.approx(expected[f"AP-{row['class']}"])
+    for score in ("AP", "AP50", "AP75"):
+        mean = np.mean([row[f"box {score}"] for row in rows])
+        assert mean == pytest.approx(expected[score])
     assert 10 < expected["AP"] < 90
-    assert np.mean([row["box AP"] for row in rows]) == pytest.approx(expected["AP"])
-    assert np.mean([row["box AP50"] for row in rows]) == pytest.approx(expected["AP50"])
-    assert 100 * np.mean(run.detections.precision("bbox", 0.75)) == pytest.approx(
-        expected["AP75"]
-    )

@@ -1,4 +1,4 @@
-"""Write the page of a report: one HTML file that contains its pictures."""
+"""Write a page of sections: one HTML file that contains its pictures."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ import jinja2
 
 from ...atomic import atomic_folder, atomic_write
 from ...installation import __version__
-from .sections import Section
+from .page_parts import Picture, Section
 
 # Without scripts or references to other files, so that it can be sent around.
 _HTML = """\
@@ -23,12 +23,14 @@ _HTML = """\
 <title>{{ title }}</title>
 <style>
 :root { color-scheme: light dark; }
-body { margin: 0 auto; padding: 1rem; max-width: 72rem; font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+body { margin: 0 auto; padding: 1rem; max-width: 72rem; overflow-wrap: anywhere; }
+body { font: 16px/1.5 system-ui, sans-serif; }
 h2 { margin: 2.5rem 0 .5rem; padding-top: .5rem; border-top: 1px solid; font-size: 1.25rem; }
 nav, .tables { display: flex; flex-wrap: wrap; align-items: flex-start; gap: 0 2rem; }
 a { color: inherit; }
 .missing { padding: .75rem 1rem; border-left: 4px solid #d9822b; }
-.row { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: .75rem; }
+.row { display: grid; gap: .75rem; }
+.row { grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); }
 figure { margin: .5rem 0; text-align: center; font-size: .85rem; }
 img { max-width: 100%; background: #fff; }
 .scroll { max-width: 100%; max-height: 32rem; margin: .75rem 0; overflow: auto; }
@@ -50,7 +52,7 @@ th:first-child, td:first-child, .facts td { text-align: left; vertical-align: to
 {% for row in section.pictures %}
 <div class="row">
 {% for picture in row %}
-<figure><img alt="{{ picture.caption or picture.file }}" src="{{ picture | uri }}">
+<figure><img alt="{{ picture.caption or name }}" src="{{ picture | uri }}">
 {% if picture.caption %}<figcaption>{{ picture.caption }}</figcaption>{% endif %}</figure>
 {% endfor %}
 </div>
@@ -58,7 +60,8 @@ th:first-child, td:first-child, .facts td { text-align: left; vertical-align: to
 <div class="tables">
 {% for table in section.tables %}
 <div class="scroll{{ '' if table.header else ' facts' }}"><table>
-{% if table.header %}<tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>{% endif %}
+{% if table.header %}<tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>
+{% endif %}
 {% for row in table.rows %}<tr>{% for value in row %}<td>{{ value | cell }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
 {% endfor %}
@@ -74,43 +77,49 @@ th:first-child, td:first-child, .facts td { text-align: left; vertical-align: to
 def write_page(
     path: Path, title: str, sections: Mapping[str, Section], missing: Sequence[Mapping] = ()
 ) -> None:
-    """Write a page atomically: heading -> section, and the ``parts`` that are missing with the ``reason``."""
+    """Write a page atomically.
+
+    Args:
+        sections: heading -> section.
+        missing: the ``parts`` that are missing, with the ``reason``.
+    """
     environment = jinja2.Environment(autoescape=True, trim_blocks=True)
-    environment.filters |= {
-        "key": section_key,
-        "uri": lambda picture: (
-            f"data:{picture.media};base64,{base64.b64encode(picture.data).decode()}"
-        ),
-        "cell": lambda value: (
-            "-" if value is None else f"{value:.1f}" if isinstance(value, float) else value
-        ),
-    }
+    environment.filters |= {"key": section_key, "uri": _data_uri, "cell": _cell}
     page = environment.from_string(_HTML).render(
-        title=title, sections=sections, missing=missing, version=__version__
+        title=title,
+        sections=sections,
+        missing=missing,
+        version=__version__,
     )
     with atomic_write(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
 
 
-def files_of(page: str) -> tuple[str, str]:
-    """Return the file names that :func:`write_folder` writes."""
-    return page.replace(".html", ".json"), page
+def _data_uri(picture: Picture) -> str:
+    content = base64.b64encode(picture.data).decode()
+    return f"data:{picture.media};base64,{content}"
+
+
+def _cell(value: Any) -> Any:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if isinstance(value, float) else value
 
 
 def write_folder(
     output: str | os.PathLike[str],
-    page: str,
+    files: tuple[str, str],
     title: str,
     sections: Mapping[str, Section],
-    numbers: dict[str, Any],
+    numbers: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write a page and its numbers, in a json file beside it; return what this file holds, in which NaN is null."""
-    data, _ = files = files_of(page)
-    numbers = json.loads(json.dumps(numbers), parse_constant=lambda _: None)
+    """Write ``files``, the numbers as json and the page; return the numbers, with NaN as null."""
+    data, page = files
+    written = json.loads(json.dumps(numbers), parse_constant=lambda _: None)
     with atomic_folder(output, files) as place:
-        write_page(place / page, title, sections, numbers.get("missing", ()))
-        (place / data).write_text(json.dumps(numbers, indent=2) + "\n")
-    return numbers
+        write_page(place / page, title, sections, written.get("missing", ()))
+        (place / data).write_text(json.dumps(written, indent=2) + "\n")
+    return written
 
 
 def section_key(title: str) -> str:

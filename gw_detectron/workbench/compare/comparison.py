@@ -1,0 +1,395 @@
+"""Compare norms: what is asked, what is left after an interruption, and the results."""
+
+import argparse
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
+
+from ...atomic import atomic_write, remove_unfinished
+from ...config import changed_config
+from ...errors import ConfigError, RunError, check_minimum, summarize_names
+from ...modeling.build import object_count_keys
+from ...weights import open_start_weights
+from ...weights.opening import local_file
+from ...weights.reading import sha256_of
+from ..console import safe_imports
+from ..dataset.datasets_yaml import existing_path, record_datasets
+from ..dataset.source import registered_datasets
+from ..report.html import write_page
+from ..run import RunRequest, prepare
+from ..run.checks import check_run
+from ..run.folder import lock_output
+from .jobs import measure, train
+from .plan import SEARCH_SEED, Costs, Job, Plan, check_plan, norm_keys, schedule_keys
+from .processes import RESULT, Processes, read_result, result_of, stop, write_json
+from .schedule import EXTENTS, Schedule, affordable
+from .verdict import summarize
+from .verdict_page import verdict_sections
+
+PAGE = "comparison.html"
+NUMBERS = "comparison.json"
+SETTINGS = "settings.json"
+RESULTS = "results.jsonl"
+RECOMMENDED = "recommended.yaml"
+
+Report = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison: of which norms, and how long.
+
+    Args:
+        config_file: the config; its norms in the backbone are replaced.
+        norms: see :func:`gw_detectron.workbench.compare.plan.norm_keys`.
+        output: the folder; a comparison there is continued.
+        flags: further flags of ``gw-detectron train`` by their names, such as ``train_json``.
+        opts: config keys for all runs, as KEY VALUE KEY VALUE.
+        test: ``val_json`` and ``val_images`` of the images that are scored; empty for those that
+            choose the rates.
+        rates: learning rates to try; empty for half, once and twice the config's.
+        iterations: of a scored run; 0 to derive them from ``minutes``.
+        minutes: time for everything; 0 for no limit.
+        seeds: scored runs of each norm; 0 means 3, and with ``minutes`` as many as the time allows.
+        jobs: runs side by side.
+        equal_time: also compare after equal time: faster norms are trained for more iterations.
+    """
+
+    config_file: str
+    norms: Sequence[str]
+    output: Path
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    opts: Sequence[str] = ()
+    test: Mapping[str, str] = field(default_factory=dict)
+    rates: Sequence[float] = ()
+    iterations: int = 0
+    minutes: float = 0.0
+    seeds: int = 0
+    jobs: int = 1
+    equal_time: bool = True
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output).absolute()
+
+    def request(self, folder: Path, keys: Mapping[str, Any], *, scored: bool) -> RunRequest:
+        """Return a run in a folder: the keys come after the user's, except for periods."""
+        images = self.test if scored else {}
+        flags = {**self.flags, **images, "config_file": self.config_file}
+        opts = list(self.opts)
+        for key, value in {**keys, "OUTPUT_DIR": str(folder)}.items():
+            is_chosen = key.endswith("_PERIOD") and key in self.opts
+            if not is_chosen:
+                opts += [key, value]
+        return RunRequest.from_flags(argparse.Namespace(**flags, opts=opts))
+
+
+def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
+    """Compare norms; or continue, and finish the runs that an interruption has left.
+
+    A script that calls it needs ``if __name__ == "__main__":``, as for any use of processes.
+    ``report`` gets lines of progress. What is finished is kept if an error ends the comparison.
+
+    Returns:
+        The content of ``comparison.json``.
+
+    Raises:
+        ConfigError: a comparison is not possible, or the folder has another one.
+        RunError: a run failed, or AP is 0 in all runs.
+    """
+    _check(what)
+    cfg = _checked_config(what, report)
+    base = cfg.SOLVER.BASE_LR
+    rates = list(what.rates) or [base / 2, base, base * 2]
+    processes = Processes(cfg.MODEL.DEVICE, what.jobs)
+
+    with safe_imports(), contextlib.closing(lock_output(str(what.folder))):
+        remove_unfinished(what.folder)
+        settings = _settings(what, cfg, rates, processes, report)
+        costs = Costs(**settings["costs"])
+        times = costs.times if what.equal_time else {}
+        schedule = Schedule(
+            Plan(what.norms, rates, settings["iterations"], times),
+            costs,
+            settings["evaluations"],
+            side_by_side=what.jobs,
+            most_seeds=what.seeds,
+            minutes=what.minutes,
+            results=_finished_runs(what.folder),
+        )
+        _run_all(what, cfg, schedule, processes, report)
+        numbers = _conclude(what, cfg, schedule)
+
+    if schedule.failed:
+        raise RunError(
+            f"{summarize_names(sorted(schedule.failed))}: a run failed; the other norms are "
+            "compared. Fix: see the messages above; the same command tries the failed runs again."
+        )
+    return numbers
+
+
+def _check(what: Comparison) -> None:
+    """Refuse what cannot be compared, before the config is read."""
+    check_minimum("--jobs", what.jobs)
+    check_minimum("--seeds", what.seeds, 0)
+    if not what.iterations and not what.minutes > 0:
+        raise ConfigError(
+            "--minutes: neither a time nor --iterations given. Fix: give e.g. --minutes 60."
+        )
+    check_plan(what.norms, what.rates or [1.0], what.iterations or 2)
+    gpus = what.flags.get("num_gpus", 1)
+    if gpus > 1:
+        raise ConfigError(
+            f"--num-gpus ({gpus}): each run uses one GPU. Fix: leave it out; --jobs {gpus} trains "
+            f"on {gpus} GPUs, and SOLVER.IMS_PER_BATCH is the batch of one."
+        )
+    if what.test:
+        if not what.flags.get("val_json"):
+            raise ConfigError(
+                "--test-json: needs --val-json for the rates, not --val-fraction or --datasets."
+            )
+        existing_path(what.test.get("val_json", ""), "--test-json", os.path.isfile)
+        existing_path(what.test.get("val_images", ""), "--test-images", os.path.isdir)
+
+
+def _checked_config(what: Comparison, report: Report) -> CfgNode:
+    """Return the config, once each norm and the images of --test-json are checked."""
+    warnings: dict[str, None] = {}  # once each
+    if what.test:
+        tested = _config(what, scored=True)
+        _check_norm(what, tested, what.norms[0], " with --test-json", warnings)
+    cfg = _config(what, scored=False)  # the last images stay registered
+    for norm in what.norms:
+        _check_norm(what, cfg, norm, "", warnings)
+
+    for text in warnings:
+        report(f"Warning: {text}")
+    return cfg
+
+
+def _config(what: Comparison, *, scored: bool) -> CfgNode:
+    cfg = prepare(what.request(what.folder, {}, scored=scored)).cfg
+    if len(cfg.DATASETS.TEST) != 1:  # several have scores of their own, not one AP
+        raise ConfigError(
+            f"DATASETS.TEST ({cfg.DATASETS.TEST}): a comparison scores one dataset. Fix: add "
+            "DATASETS.TEST \"('NAME',)\" with the name of one."
+        )
+    if not object_count_keys(cfg):
+        raise ConfigError(
+            f"--config-file ('{what.config_file}'): it detects no objects, so it has no AP."
+        )
+    return cfg
+
+
+def _check_norm(
+    what: Comparison, cfg: CfgNode, norm: str, images: str, warnings: dict[str, None]
+) -> None:
+    """Add what the checks of a norm find to the warnings, or raise the errors."""
+    weights = open_start_weights(cfg.MODEL.WEIGHTS)
+    found = check_run(changed_config(cfg, norm_keys(norm)), weights)
+    errors = [f"{norm}{images}: {text}" for text in found.errors]
+    if what.flags.get("ignore_preflight"):
+        warnings |= dict.fromkeys(errors)
+    else:
+        found.errors = errors
+        found.raise_errors()
+    warnings |= dict.fromkeys(found.warnings)
+
+
+def _settings(
+    what: Comparison, cfg: CfgNode, rates: Sequence[float], processes: Processes, report: Report
+) -> dict[str, Any]:
+    """Return what the runs follow from: of the folder or, for a new comparison, measured."""
+    asked = {
+        "norms": list(what.norms),
+        "rates": rates,
+        "flags": dict(what.flags),
+        "test": dict(what.test),
+        "data": _hashes(what, cfg),
+        "config": changed_config(cfg, {"OUTPUT_DIR": ""}).dump(),
+    }
+    if what.iterations:
+        asked["iterations"] = what.iterations
+    path = what.folder / SETTINGS
+    if path.exists():
+        settings = json.loads(path.read_text())
+        other = [key for key, value in asked.items() if settings.get(key) != value]
+        if other:
+            raise ConfigError(
+                f"--output ('{what.folder}'): has a comparison with other values of "
+                f"{', '.join(other)}. Fix: give another folder, or the values of that comparison."
+            )
+        return settings
+
+    costs = _measure(what, processes, report)
+    iterations = what.iterations
+    evaluations = EXTENTS[0][1]
+    if not iterations:
+        plan = Plan(what.norms, rates, 1000, costs.times if what.equal_time else {})
+        on_gpu = cfg.MODEL.DEVICE != "cpu"  # where runs side by side slow each other
+        workers = (1 + what.jobs) / 2 if on_gpu else what.jobs
+        iterations, evaluations = affordable(plan, costs, what.minutes, what.seeds, workers)
+    settings = {
+        **asked,
+        "iterations": iterations,
+        "evaluations": evaluations,
+        "costs": costs._asdict(),
+    }
+    write_json(path, settings)
+    return settings
+
+
+def _hashes(what: Comparison, cfg: CfgNode) -> dict[str, str]:
+    """Return the SHA-256 of the annotations and the weights."""
+    files = {
+        "--test-json": what.test.get("val_json", ""),
+        "MODEL.WEIGHTS": local_file(cfg.MODEL.WEIGHTS),
+    }
+    for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
+        data = MetadataCatalog.get(name)
+        files[name] = data.get("source", data.get("json_file", ""))
+    return {name: sha256_of(path) for name, path in files.items() if os.path.isfile(path)}
+
+
+def _measure(what: Comparison, processes: Processes, report: Report) -> Costs:
+    """Time an iteration of each norm and an evaluation, with nothing else running."""
+    report(f"Timing an iteration of {len(what.norms)} norms ...")
+    folder = what.folder / "timing"
+    requests = {}
+    for norm in what.norms:
+        keys = {**norm_keys(norm), "SOLVER.BASE_LR": 1e-6, "SEED": SEARCH_SEED}
+        requests[norm] = what.request(folder, keys, scored=False)
+
+    (folder / RESULT).unlink(missing_ok=True)
+    process = processes.start(measure, folder, requests)
+    try:
+        process.join()
+    finally:
+        stop([process])
+    costs = Costs(**result_of(folder, process))
+    for norm, seconds in costs.times.items():
+        report(f"  {norm}: {1000 * seconds:.0f} ms")
+    return costs
+
+
+def _run_folder(what: Comparison, job: Job) -> Path:
+    return what.folder / "runs" / job.name
+
+
+def _finished_runs(folder: Path) -> dict[Job, dict[str, Any]]:
+    """Return the results of earlier calls, once no run of a killed one is left."""
+    for run in folder.glob("runs/*/"):
+        with contextlib.closing(lock_output(str(run), wait=True)):  # it ends at its next step
+            pass
+    results = {}
+    for path in folder.glob(f"runs/*/{RESULT}"):
+        result = read_result(path.parent)
+        results[Job(*(result[name] for name in Job._fields))] = result
+    return results
+
+
+def _run_all(
+    what: Comparison, cfg: CfgNode, schedule: Schedule, processes: Processes, report: Report
+) -> None:
+    """Run what is not finished, some at a time."""
+    running: dict[Job, BaseProcess] = {}
+    try:
+        while True:
+            _write_results(what, schedule)  # also those that an interruption has left out
+            free = what.jobs - len(running)
+            for job in schedule.waiting(running)[:free]:
+                running[job] = _start(what, cfg, job, schedule.evaluations, processes)
+            if not running:
+                return
+
+            connection.wait([process.sentinel for process in running.values()])
+            ended = [job for job, process in running.items() if process.exitcode is not None]
+            for job in ended:
+                _take_result(what, schedule, job, running.pop(job), report)
+    finally:
+        stop(running.values())
+
+
+def _start(
+    what: Comparison, cfg: CfgNode, job: Job, evaluations: int, processes: Processes
+) -> BaseProcess:
+    keys = {
+        **norm_keys(job.norm),
+        **schedule_keys(cfg, job.iterations, job.evaluations(evaluations)),
+        "SOLVER.BASE_LR": job.rate,
+        "SEED": job.seed,
+    }
+    folder = _run_folder(what, job)
+    request = what.request(folder, keys, scored=not job.is_search)
+    return processes.start(train, folder, job, request)
+
+
+def _take_result(
+    what: Comparison, schedule: Schedule, job: Job, process: BaseProcess, report: Report
+) -> None:
+    try:
+        result = result_of(_run_folder(what, job), process)
+    except RunError as error:
+        schedule.failed.add(job.norm)
+        report(f"FAILED {error} {job.norm} is left out.")
+        return
+
+    schedule.results[job] = result
+    score = f"{result['score']} {result['AP']:.1f}"
+    end = "diverged: AP 0" if result["diverged"] else score
+    minutes = schedule.seconds_left(schedule.seeds) / 60
+    report(
+        f"{job.norm}, rate {job.rate:g}, seed {job.seed}, {job.iterations} iterations: {end} "
+        f"({result['seconds']:.0f} s). {len(schedule.results)} runs done, about {minutes:.0f} min "
+        "left."
+    )
+
+
+def _write_results(what: Comparison, schedule: Schedule) -> None:
+    """Write a line for each finished run of the plan, in its order."""
+    lines = [json.dumps(result) + "\n" for result in schedule.in_order().values()]
+    with atomic_write(what.folder / RESULTS) as temporary:
+        temporary.write_text("".join(lines))
+
+
+def _conclude(what: Comparison, cfg: CfgNode, schedule: Schedule) -> dict[str, Any]:
+    """Compare the norms without a failed run; write the page, the numbers and the config."""
+    results = {
+        job: result
+        for job, result in schedule.in_order().items()
+        if job.norm not in schedule.failed
+    }
+    if not results:
+        raise RunError(
+            "all norms failed, see the messages above. Fix: their causes; then repeat the command."
+        )
+    schedule.check_ap(results)
+
+    plan = schedule.plan
+    times = schedule.costs.times
+    numbers = summarize(plan, times, results)
+    sections = verdict_sections(numbers, plan, times, results)
+    write_page(what.folder / PAGE, f"Comparison of {', '.join(plan.norms)}", sections)
+    write_json(what.folder / NUMBERS, numbers)
+    if numbers["recommended"]:
+        _write_config(what.folder, cfg, **numbers["recommended"])
+    return numbers
+
+
+def _write_config(folder: Path, cfg: CfgNode, norm: str, rate: float) -> None:
+    """Write the config to continue with: the given one with the norm and its rate."""
+    keys = {"SOLVER.BASE_LR": rate, "OUTPUT_DIR": "output/recommended"}
+    recommended = changed_config(cfg, {**norm_keys(norm), **keys})
+    with atomic_write(folder / RECOMMENDED) as temporary:
+        temporary.write_text(recommended.dump())
+    datasets = registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
+    record_datasets(datasets, str(folder))

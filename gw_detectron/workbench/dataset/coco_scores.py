@@ -1,0 +1,34 @@
+"""COCO's tasks, the names of their scores, and how many detections the scores count."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_SCORES = ("AP", "AP50", "AP75", "APs", "APm", "APl")  # as COCO's summary begins
+_KEYPOINT_SCORES = ("AP", "AP50", "AP75", "APm", "APl")  # small objects have no keypoints
+
+
+class CocoTask(NamedTuple):
+    """A task: a noun for its predictions, their key in a result, and its scores."""
+
+    noun: str
+    result_key: str
+    scores: tuple[str, ...]
+
+
+#: by the names of pycocotools and Detectron2; the last one of a model is its main task
+COCO_TASKS = {
+    "bbox": CocoTask("box", "bbox", _SCORES),
+    "segm": CocoTask("mask", "segmentation", _SCORES),
+    "keypoints": CocoTask("keypoint", "keypoints", _KEYPOINT_SCORES),
+}
+
+
+def counted_detections(task: str) -> int:
+    """Return how many detections per image and class COCO's AP counts, best first."""
+    return 20 if task == "keypoints" else 100
+
+
+def ap_name(task: str, logged: Iterable[str]) -> str:
+    """Return the name of a task's AP among logged scores: its AP@N if there is one."""
+    dense = (name for name in logged if name.startswith(f"{task}/AP@"))
+    return next(dense, f"{task}/AP")
