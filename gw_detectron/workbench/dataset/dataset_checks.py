@@ -10,9 +10,10 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.detection_utils import create_keypoint_hflip_indices
 
-from ...errors import DataError, PreflightReport, similar_names, summarize_names
+from ...errors import DataError, similar_names, summarize_names
 from ...modeling.build import CLASS_COUNTS
 from ..images.reading import content_key, upright_size
+from ..preflight import PreflightReport
 from .annotation_checks import DatasetNeeds, Fault, check_coco, describe
 from .coco_files import COMPLETED, coco_of_records, read_json
 from .data_fit import check_fit

@@ -11,11 +11,12 @@ from detectron2.modeling import GeneralizedRCNN, PanopticFPN
 from detectron2.utils import comm
 from torch import nn
 
-from ...errors import ConfigError, PreflightReport, first_line
+from ...errors import ConfigError, first_line
 from ...weights import StartWeights, trained_classes
 from ..dataset.dataset_checks import check_datasets, wrong_evaluator
 from ..dataset.fingerprint import Fingerprint
 from ..images.augmentations import build_augmentations
+from ..preflight import PreflightReport
 from .model_checks import check_model, check_start_weights
 
 # task -> scores that Detectron2 logs; small objects have no keypoints

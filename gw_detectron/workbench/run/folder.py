@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from ...errors import ConfigError, FileAccessError, PreflightReport, RunError
+from ...errors import ConfigError, FileAccessError, RunError
 from ...weights import StartWeights
 from ...weights.opening import BEST_CHECKPOINT
+from ..preflight import PreflightReport
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,14 @@ from detectron2.utils import comm
 from torch import nn
 
 from ...config import get_value
-from ...errors import ConfigError, PreflightReport, summarize_names
+from ...errors import ConfigError, summarize_names
 from ...layers import FrozenBatchWhitening2d
 from ...modeling.build import NORM_KEYS, build_checked_model, unread_keys
 from ...norms import is_synchronized, norm_spec
 from ...weights import Checkpoint, StartWeights, norm_differences, norm_mismatch
 from ...weights.network import PREPROCESSING, Preprocessing
 from ...weights.records import PREPROCESSING_DIFFERS, config_problems
+from ..preflight import PreflightReport
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
 _ZOO = r"(^detectron2:/|/detectron2)/(COCO|LVIS|Cityscapes|PascalVOC)[^/]*/"  # detectors

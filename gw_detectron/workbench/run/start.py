@@ -16,11 +16,12 @@ from detectron2.utils.env import seed_all_rng
 
 from ...atomic import atomic_write
 from ...config import changed_config
-from ...errors import ConfigError, PreflightReport
+from ...errors import ConfigError
 from ...weights import StartWeights, open_start_weights
 from ...weights.opening import local_file
 from ..dataset.datasets_yaml import record_datasets
 from ..dataset.source import registered_datasets
+from ..preflight import PreflightReport
 from .config_checks import preflight
 from .folder import check_output, clear_output, lock_output
 from .logs import log_to

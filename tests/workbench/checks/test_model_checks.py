@@ -4,9 +4,10 @@ import pytest
 import torch
 from detectron2.utils import comm
 
-from gw_detectron.errors import PreflightError, PreflightReport
+from gw_detectron.errors import PreflightError
 from gw_detectron.modeling.build import unread_keys
 from gw_detectron.weights import StartWeights
+from gw_detectron.workbench.preflight import PreflightReport
 from gw_detectron.workbench.run.config_checks import preflight
 from gw_detectron.workbench.run.train import run_config
 

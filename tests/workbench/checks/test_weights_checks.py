@@ -11,8 +11,9 @@ from detectron2 import model_zoo
 from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.errors import PreflightError, PreflightReport
+from gw_detectron.errors import PreflightError
 from gw_detectron.weights import open_start_weights
+from gw_detectron.workbench.preflight import PreflightReport
 from gw_detectron.workbench.run.config_checks import preflight
 from gw_detectron.workbench.run.model_checks import _PREPROCESSING
 

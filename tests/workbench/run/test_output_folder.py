@@ -9,9 +9,10 @@ import signal
 import pytest
 import torch
 
-from gw_detectron.errors import ConfigError, PreflightError, PreflightReport, UserError
+from gw_detectron.errors import ConfigError, PreflightError, UserError
 from gw_detectron.weights import StartWeights
 from gw_detectron.weights.opening import local_file
+from gw_detectron.workbench.preflight import PreflightReport
 from gw_detectron.workbench.run import folder as output_folder
 from gw_detectron.workbench.run import main, start
 from gw_detectron.workbench.run.folder import (
