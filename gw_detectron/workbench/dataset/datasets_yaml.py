@@ -1,6 +1,7 @@
 """datasets.yaml: read a user's datasets from it, and write it as the record of a run."""
 
 import os
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -75,7 +76,7 @@ def read_datasets(path: str) -> CocoDatasets:
                 isinstance(given.get(each), str) for each in _PATHS
             ):
                 raise ConfigError(
-                    f"'{path}', {key} ({given!r:.80}): expected json: FILE and images: FOLDER below it."
+                    f"'{path}', {key} ({reprlib.repr(given)}): expected json: FILE and images: FOLDER below it."
                 )
             _check_keys(given, known, path, f"{key}.")
             if "val_fraction" in given:
