@@ -7,9 +7,15 @@ import sys
 
 import pytest
 
-from gw_detectron.config import find_config_file, get_value, given_keys, read_config
+from gw_detectron.config import (
+    find_config_file,
+    get_value,
+    given_keys,
+    list_configs,
+    read_config,
+    shipped_configs,
+)
 from gw_detectron.errors import UserError
-from gw_detectron.model_zoo import get_config_file, list_configs
 from gw_detectron.workbench import commands
 from gw_detectron.workbench.commands import COMMANDS
 from gw_detectron.workbench.run.train import run_config
@@ -128,7 +134,7 @@ def test_norms_are_listed_with_their_defaults_and_found_in_a_model(gw):
 )
 def test_the_folder_of_a_config_may_be_left_out(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert find_config_file(name) == get_config_file(DEMO)
+    assert find_config_file(name) == str(shipped_configs()[DEMO])
     (tmp_path / "quick_schedules").mkdir()
     (tmp_path / DEMO).write_text("SEED: 5\n")  # a file of the user comes first
     assert read_config(DEMO, ["SOLVER.MAX_ITER", 5, "SOLVER.STEPS", (1, 2)]).SOLVER.STEPS == (
