@@ -18,7 +18,7 @@ from detectron2.structures import Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
-from gw_detectron.model_zoo import get_config
+from gw_detectron.config import read_config
 from gw_detectron.modeling import gw_resnet
 from gw_detectron.workbench.run import Trainer
 
@@ -131,7 +131,7 @@ def detector(
     variant: Variant, sizes: Sizes, precision: Precision, device: torch.device
 ) -> Iteration:
     """Build a training iteration of the detector of a config, see :func:`detector_training`."""
-    cfg = get_config(variant.config)
+    cfg = read_config(variant.config)
     cfg.MODEL.DEVICE = str(device)
     return detector_training(cfg, sizes, precision)
 

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, check_minimum
-from gw_detectron.model_zoo import get_config_file
 
 from .analysis_result import AnalysisResult, short_name
 from .feasibility import (
@@ -26,7 +25,7 @@ from .feasibility import (
 )
 from .norm_shapes import NormShape, norm_shapes
 
-_MODEL = get_config_file("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml")
+_MODEL = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml"
 _COLUMNS = (
     "layer",
     "norm",

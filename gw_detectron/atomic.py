@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from .errors import FileAccessError, UserError, is_user_error, summarize_names
-
-_live: set[str] = set()  # names of temporary files and folders that this process writes
 
 
 @contextlib.contextmanager
@@ -37,12 +34,13 @@ def atomic_folder(output: str | os.PathLike[str], files: Sequence[str]) -> Itera
     """
     output = Path(output).resolve()
     check_replaceable(output, files)
+    remove_unfinished(output.parent)
     with _temporary(output) as work:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(output.parent)
-        new, old = work / "new", work / "old"
+        new = work / "new"
+        old = work / "old"
         new.mkdir(parents=True)
         yield new
+
         if output.exists():
             os.rename(output, old)
         try:
@@ -55,13 +53,16 @@ def atomic_folder(output: str | os.PathLike[str], files: Sequence[str]) -> Itera
 
 def check_replaceable(output: Path, files: Sequence[str]) -> None:
     """Raise FileAccessError if ``output`` holds more than a result of these ``files``; every result has the first."""
-    found = set(os.listdir(output)) if output.exists() else set()
-    is_result = not found.isdisjoint(files[:1])
-    if others := sorted(found.difference(files if is_result else ())):
-        lacks = f" but no {files[0]}" if files and not is_result else ""
+    present = set(os.listdir(output)) if output.exists() else set()
+    lacks = ""
+    if present.isdisjoint(files[:1]):
+        lacks = f" but no {files[0]}" if files else ""
+        files = ()
+    others = present.difference(files)
+    if others:
         raise FileAccessError(
-            f"output ('{output}'): the folder holds {summarize_names(others)}{lacks}, so it is not an earlier result. "
-            "Fix: give an empty or new folder."
+            f"output ('{output}'): the folder holds {summarize_names(sorted(others))}{lacks}, so it is not an earlier "
+            "result. Fix: give an empty or new folder."
         )
 
 
@@ -71,14 +72,9 @@ def _temporary(path: Path) -> Iterator[Path]:
     token = f"{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}"
     temporary = path.with_name(f".{path.name[:100]}.{token}.tmp")
     try:
-        _live.add(temporary.name)
         yield temporary
     except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(
-            cause, OSError
-        ):  # torch wraps a failed write
-            cause = cause.__cause__ or cause.__context__
+        cause = _os_error(error)
         if cause is None or isinstance(cause, UserError) or not is_user_error(cause):
             raise
         # an error of writing to an open file has no name; any other name is of a file that the caller reads
@@ -91,29 +87,32 @@ def _temporary(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         _remove(temporary)
-        _live.discard(temporary.name)
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    """Return the error of the operating system behind an error: torch wraps a failed write."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 def remove_unfinished(folder: str | os.PathLike[str]) -> None:
     """Remove temporary files and folders that killed processes left in a folder.
 
     Files of running processes and of other machines stay. In a restarted container, a killed process often had this
-    process's id, so its files are removed unless this process writes them.
+    process's id, so this process calls it before it writes.
     """
-    temporary = re.compile(
-        rf"\..+\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}\.tmp"
-    )
-    for path in Path(folder).glob(".*.tmp"):
-        found = temporary.fullmatch(path.name)
-        if (
-            found
-            and path.name not in _live
-            and (int(found[1]) == os.getpid() or not _is_running(int(found[1])))
-        ):
+    for path in Path(folder).glob(f".*.{os.uname().nodename}.*.*.tmp"):
+        process = path.name.split(".")[-3]
+        if process.isdigit() and not _is_another(int(process)):
             _remove(path)
 
 
-def _is_running(process: int) -> bool:
+def _is_another(process: int) -> bool:
+    """Return whether a process runs and is not this one."""
+    if process == os.getpid():
+        return False
     try:
         os.kill(process, 0)
     except OSError as error:

@@ -1,19 +1,50 @@
 """Config keys of this package, its config files, and reading a yaml with the keys."""
 
+import copy
 import importlib.resources
 import itertools
 import operator
 import os
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
 from detectron2.config import CfgNode, get_cfg
 
-from .errors import ConfigError, MissingFileError, similar_names
+from .errors import ConfigError, MissingFileError, first_line, similar_names
+
+_DEFAULTS = {
+    "MODEL.COMPILE": False,
+    # "GW:groups=64,iters=5,eps=1e-5,solver=newton", the paper's setting
+    "MODEL.RESNETS.WHITEN_NORM": "GW",
+    # "" none; "S1" stem; "S1-B1" "S1-B2" "S1-B3" stem and the first / second / third norm of every block;
+    # "S1-B12" stem and the first two; "ALL" stem, blocks and shortcuts. The paper uses "S1-B2" for detection.
+    "MODEL.RESNETS.WHITEN_POSITIONS": "S1-B2",
+    "MODEL.RESNETS.CONV": "",
+    "MODEL.FPN.CONV": "",
+    "MODEL.ROI_BOX_HEAD.CONV": "",
+    "MODEL.ROI_MASK_HEAD.CONV": "",
+    # the paper's head; the authors' released code corresponds to True
+    "MODEL.ROI_BOX_HEAD.SINGLE_RELU": False,
+    # BASE_LR is the rate for ACCUMULATE * IMS_PER_BATCH images
+    "SOLVER.ACCUMULATE": 1,
+    "SOLVER.EMA": 0.0,
+    # before images are resized (colors: after), e.g. "RandomCrop(size=512)"
+    "INPUT.AUGMENTATIONS": [],
+    "INPUT.SCALE_PER_BATCH": False,
+    # such as [0.5, 99.5]; with [], images of more than 8 bits are refused
+    "INPUT.PERCENTILES": [],
+    "TEST.BEST": "",  # "bbox/AP", "validation/total_loss"
+    "TEST.PATIENCE": 0,
+    "TEST.LOSS": True,
+    "TRACKER": "",
+}
+#: of a yaml whose aliases are expanded; Detectron2's largest configs have some hundred
+_MOST_NODES = 1_000_000
 
 
 def add_gw_config(cfg: CfgNode) -> None:
@@ -23,51 +54,9 @@ def add_gw_config(cfg: CfgNode) -> None:
     ``MODEL.RESNETS.NORM``, ``MODEL.FPN.NORM``, ``MODEL.ROI_BOX_HEAD.NORM``, ``MODEL.ROI_MASK_HEAD.NORM``,
     ``MODEL.RETINANET.NORM`` and ``MODEL.SEM_SEG_HEAD.NORM`` take.
     """
-    model = cfg.MODEL
-    defaults = (
-        (model, "COMPILE", False),
-        (
-            model.RESNETS,
-            "WHITEN_NORM",
-            "GW",
-        ),  # "GW:groups=64,iters=5,eps=1e-5,solver=newton", the paper's setting
-        # "" none; "S1" stem; "S1-B1" "S1-B2" "S1-B3" stem and the first / second / third norm of every block;
-        # "S1-B12" stem and the first two; "ALL" stem, blocks and shortcuts. The paper uses "S1-B2" for detection.
-        (model.RESNETS, "WHITEN_POSITIONS", "S1-B2"),
-        (
-            model.ROI_BOX_HEAD,
-            "SINGLE_RELU",
-            False,
-        ),  # the paper's head; the authors' released code corresponds to True
-        (
-            cfg.SOLVER,
-            "ACCUMULATE",
-            1,
-        ),  # BASE_LR is the rate for ACCUMULATE * IMS_PER_BATCH images
-        (cfg.SOLVER, "EMA", 0.0),
-        (
-            cfg.INPUT,
-            "AUGMENTATIONS",
-            [],
-        ),  # before images are resized (colors: after), e.g. "RandomCrop(size=512)"
-        (cfg.INPUT, "SCALE_PER_BATCH", False),
-        (
-            cfg.INPUT,
-            "PERCENTILES",
-            [],
-        ),  # such as [0.5, 99.5]; with [], images of more than 8 bits are refused
-        (cfg.TEST, "BEST", ""),  # "bbox/AP", "validation/total_loss"
-        (cfg.TEST, "PATIENCE", 0),
-        (cfg.TEST, "LOSS", True),
-        (cfg, "TRACKER", ""),
-        *(
-            (node, "CONV", "")
-            for node in (model.RESNETS, model.FPN, model.ROI_BOX_HEAD, model.ROI_MASK_HEAD)
-        ),
-    )
-    for node, key, value in defaults:
-        if key not in node:
-            node[key] = value
+    for key, value in _DEFAULTS.items():
+        node, name = _place(cfg, key)
+        node.setdefault(name, copy.copy(value))
 
 
 def default_config() -> CfgNode:
@@ -96,9 +85,16 @@ def changed_config(cfg: CfgNode, values: Mapping[str, Any]) -> CfgNode:
     changed = cfg.clone()
     changed.defrost()
     for key, value in values.items():
-        node, _, name = key.rpartition(".")
-        setattr(get_value(changed, node) if node else changed, name, value)
+        node, name = _place(changed, key)
+        setattr(node, name, value)
     return changed
+
+
+def _place(cfg: CfgNode, key: str) -> tuple[CfgNode, str]:
+    """Return the node of a key such as SOLVER.BASE_LR, and its name there."""
+    path, _, name = key.rpartition(".")
+    node = get_value(cfg, path) if path else cfg
+    return node, name
 
 
 def training_sides(cfg: CfgNode) -> tuple[float, float]:
@@ -108,10 +104,13 @@ def training_sides(cfg: CfgNode) -> tuple[float, float]:
 
 def anchor_strides(cfg: CfgNode) -> list[int]:
     """Return the strides of the feature maps with anchors."""
-    node = cfg.MODEL.RETINANET if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else cfg.MODEL.RPN
-    return [
-        2 ** int(name[-1]) if name[-1].isdigit() else 16 for name in node.IN_FEATURES
-    ]  # p2, res4
+    uses_rpn = "RetinaNet" not in cfg.MODEL.META_ARCHITECTURE
+    node = cfg.MODEL.RPN if uses_rpn else cfg.MODEL.RETINANET
+    strides = []
+    for name in node.IN_FEATURES:  # such as p2, res4
+        level = name[-1]
+        strides.append(2 ** int(level) if level.isdigit() else 16)
+    return strides
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -120,23 +119,25 @@ def shipped_configs() -> dict[str, Path]:
     # A wheel has the configs inside the package; a clone, also an editable install of it, has them beside it.
     for folder in (package / "configs", package.parent / "configs"):
         if folder.is_dir():
-            files = sorted(
-                path
-                for path in folder.rglob("*")
-                if path.suffix in (".yaml", ".py") and path.name != "datasets.yaml"
-            )
+            files = sorted([*folder.rglob("*.yaml"), *folder.rglob("*.py")])
+            files = [path for path in files if path.name != "datasets.yaml"]
             return {path.relative_to(folder).as_posix(): path for path in files}
     raise MissingFileError(
         f"'{package / 'configs'}': no configs. Fix: install gw_detectron again."
     )
 
 
+def list_configs() -> list[str]:
+    """List the configs that train a detector, such as ``COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml``."""
+    names = [name for name in shipped_configs() if not name.startswith("common/")]
+    return [name for name in names if not PurePath(name).name.startswith("Base-")]
+
+
 def config_summary(path: Path) -> str:
     """Return the first sentence of the comment at the head of a config file."""
-    lines = itertools.takewhile(
-        lambda line: line.startswith("#"), path.read_text().splitlines()
-    )
-    comment = " ".join(line.lstrip("# ") for line in lines)
+    lines = path.read_text().splitlines()
+    head = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    comment = " ".join(line.lstrip("# ") for line in head)
     return re.split(r"(?<=\.) ", comment, maxsplit=1)[0]
 
 
@@ -146,114 +147,53 @@ def find_config_file(name: str | os.PathLike[str]) -> str:
     A leading ``configs/``, the folder of a unique file name, and ``.yaml`` after it may be left out.
     """
     name = os.fspath(name)
-    if os.path.isfile(of_run := os.path.join(name, "config.yaml")) and name:
-        return of_run
-    if os.path.exists(name) or not name:
+    record = os.path.join(name, "config.yaml")
+    if name and os.path.isfile(record):
+        return record
+    if not name or os.path.exists(name):
         return name
-    files, wanted = shipped_configs(), name.removeprefix("configs/")
-    found = [path for file, path in files.items() if path.name in (wanted, f"{wanted}.yaml")]
-    found = [files[wanted]] if wanted in files else found
-    return str(found[0]) if len(found) == 1 else name
+
+    files = shipped_configs()
+    wanted = name.removeprefix("configs/")
+    if wanted in files:
+        return str(files[wanted])
+    named = [path for path in files.values() if path.name in (wanted, f"{wanted}.yaml")]
+    return str(named[0]) if len(named) == 1 else name
 
 
 def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -> CfgNode:
     """Read a yaml over the defaults of Detectron2 and this package, without running code that the yaml names.
 
     Args:
-        config_file: path of the yaml, or a name of :func:`gw_detectron.model_zoo.list_configs`.
+        config_file: path of the yaml, or a name of :func:`list_configs`.
         opts: keys to change, as key, value, key, value, ...; a value is text, as on a command line, or a Python value.
 
     Raises:
         FileNotFoundError: the config file does not exist.
         ConfigError: a file is not a yaml of config keys and plain values, or a key or value cannot be used.
     """
-    cfg = default_config()
-    opts = list(opts)
-    if opts[:1] == ["--"]:  # which argparse keeps
-        del opts[0]
-    if flags := [word for word in opts if isinstance(word, str) and word.startswith("--")]:
-        raise ConfigError(
-            f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)} before {opts[0]}."
-        )
     config_file = find_config_file(config_file)
     _check_file(config_file)
-    if len(opts) % 2:
-        raise ConfigError(f"Arguments '{' '.join(map(str, opts))}': not pairs of KEY VALUE.")
-    source = f"'{config_file}'"
+    words = list(opts)
+    if words[:1] == ["--"]:  # which argparse keeps
+        del words[0]
+    _check_pairs(words)
+
+    reader = _Reader(default_config())
     try:
-        cfg = _merged(cfg, config_file)
-        source = "Arguments"
-        cfg.merge_from_list(opts)
-    except Exception as error:  # PyYAML, fvcore and yacs raise errors of many classes
-        raise ConfigError(f"{source}: {_explain(error)}") from error
-    if cfg.MODEL.LOAD_PROPOSALS:
-        raise ConfigError(
-            f"MODEL.LOAD_PROPOSALS ({cfg.MODEL.LOAD_PROPOSALS}): Detectron2 reads proposal files by pickle, which runs "
-            "code that they contain. Fix: set it to False and use a proposal generator such as RPN."
-        )
-    percentiles = cfg.INPUT.PERCENTILES
-    if percentiles and not (
-        len(percentiles) == 2 and 0 <= percentiles[0] < percentiles[1] <= 100
-    ):
-        raise ConfigError(
-            f"INPUT.PERCENTILES ({percentiles}): not two ascending percentages. Fix: give e.g. 0.5,99.5."
-        )
+        reader.merge_from_file(config_file, allow_unsafe=False)
+    except ConfigError:
+        raise
+    except Exception as error:  # yacs and the operating system raise errors of many classes
+        raise ConfigError(f"'{config_file}': {_explain(error)}") from error
+
+    cfg = CfgNode(reader)
+    try:
+        cfg.merge_from_list(words)
+    except Exception as error:
+        raise ConfigError(f"Arguments: {_explain(error)}") from error
+    _check_values(cfg)
     return cfg
-
-
-def given_keys(config_file: str, opts: Sequence[Any] = ()) -> set[str]:
-    """Return the keys that the user gave: on the command line, and in yaml files that are not shipped."""
-    keys, shipped = (
-        {str(word) for word in opts},
-        {path.resolve() for path in shipped_configs().values()},
-    )
-    files = [Path(find_config_file(config_file)).resolve()]
-    for path in files:
-        if path not in shipped:
-            tree = parse_config(path.read_text(), str(path))
-            base = tree.pop("_BASE_", [])
-            bases = [base] if isinstance(base, str) else base
-            files += [
-                Path(_find_base(str(path.parent / each), str(path.parent))).resolve()
-                for each in bases
-            ]
-            keys |= {key for key, _ in flat_items(tree)}
-    return keys
-
-
-def parse_config(text: str, name: str) -> dict[str, Any]:
-    """Parse a yaml of keys and plain values, without bases, or raise ConfigError with the ``name`` of its file."""
-    try:
-        return dict(yaml.safe_load(text).items())
-    except Exception as error:  # PyYAML raises errors of many classes
-        raise ConfigError(
-            f"'{name}': not a yaml file of keys and plain values: {error}"
-        ) from error
-
-
-def _merged(cfg: CfgNode, config_file: str) -> CfgNode:
-    """Merge a yaml into a config; its ``_BASE_`` may also be the name of a shipped config."""
-    folders: list[str] = []
-
-    class Reader(CfgNode):
-        @classmethod
-        def load_yaml_with_base(
-            cls, filename: str, allow_unsafe: bool = False
-        ) -> dict[str, Any]:
-            filename = _find_base(filename, folders[-1]) if folders else filename
-            folders.append(os.path.dirname(filename))
-            content = super().load_yaml_with_base(filename, allow_unsafe)
-            folders.pop()
-            return content
-
-    reader = Reader(cfg)
-    reader.merge_from_file(config_file, allow_unsafe=False)
-    return CfgNode(reader)
-
-
-def _find_base(path: str, folder: str) -> str:
-    """Return the path of a ``_BASE_`` that a yaml in a folder names: of a file, or of a shipped config."""
-    return path if os.path.exists(path) else find_config_file(os.path.relpath(path, folder))
 
 
 def _check_file(path: str) -> None:
@@ -273,21 +213,117 @@ def _check_file(path: str) -> None:
         )
 
 
+def _check_pairs(words: Sequence[Any]) -> None:
+    flags = [word for word in words if str(word).startswith("--")]
+    if flags:
+        raise ConfigError(
+            f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)} before {words[0]}."
+        )
+    if len(words) % 2:
+        raise ConfigError(f"Arguments '{' '.join(map(str, words))}': not pairs of KEY VALUE.")
+
+
+def _check_values(cfg: CfgNode) -> None:
+    if cfg.MODEL.LOAD_PROPOSALS:
+        raise ConfigError(
+            f"MODEL.LOAD_PROPOSALS ({cfg.MODEL.LOAD_PROPOSALS}): Detectron2 reads proposal files by pickle, which runs "
+            "code that they contain. Fix: set it to False and use a proposal generator such as RPN."
+        )
+    percentiles = cfg.INPUT.PERCENTILES
+    if not percentiles:
+        return
+    if len(percentiles) != 2 or not 0 <= percentiles[0] < percentiles[1] <= 100:
+        raise ConfigError(
+            f"INPUT.PERCENTILES ({percentiles}): not two ascending percentages. Fix: give e.g. 0.5,99.5."
+        )
+
+
 def _explain(error: Exception) -> str:
     """Return the text of an error of Detectron2's config, and how to write the key or value."""
-    reason = (
-        str(error.args[0] if isinstance(error, KeyError) else error).rstrip(".")
-        or type(error).__name__
-    )
-    if unknown := re.search(r"Non-existent (?:config )?key: (\S*)", reason):
+    reason = first_line(error)
+    unknown = re.search(r"Non-existent (?:config )?key: ([\w.]*)", reason)
+    if unknown:
         known = [key for key, _ in flat_items(default_config())]
         return f"unknown config key '{unknown[1]}'.{similar_names(unknown[1], known)}"
-    if "(<class 'float'> vs. <class 'int'>)" in reason:
-        return f"{reason}. Fix: write the number with a point, such as 50.0."
-    if (
-        "'tuple'" in reason
-    ):  # the shell removes quotes, and a tuple of one element needs a comma
-        return f"""{reason}. Fix: write a tuple as "('name',)" or "(480, 560)"."""
-    if "(<class 'str'> vs." in reason:
-        return f"""{reason}. Fix: quote text that looks like a number, such as "'2024'"."""
+    if "Type mismatch" in reason:
+        # a shell removes quotes, and yacs reads text of digits as a number
+        return f"""{reason}. Fix: write e.g. 50.0 for a number, "('name',)" for a tuple, "'2024'" for a text."""
     return f"{reason}."
+
+
+class _Reader(CfgNode):
+    """Detectron2's config, which also reads configs of its earlier versions, with files read by :func:`_layers`."""
+
+    @classmethod
+    def load_yaml_with_base(cls, filename: str, allow_unsafe: bool = False) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        for _, tree in _layers(filename):
+            _merge(tree, merged)
+        return merged
+
+
+def _layers(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the path and the keys of a yaml and, before it, of the files that it names as ``_BASE_``."""
+    tree = parse_config(Path(path).read_text("utf-8"), path)
+    bases = tree.pop("_BASE_", [])
+    if isinstance(bases, str):
+        bases = [bases]
+
+    layers = []
+    for base in bases:
+        layers += _layers(_find_base(base, os.path.dirname(path)))
+    return [*layers, (path, tree)]
+
+
+def _find_base(base: str, folder: str) -> str:
+    """Return the path of a ``_BASE_`` of a yaml in a folder: of a file, or of a shipped config."""
+    path = os.path.join(folder, os.path.expanduser(base))
+    return path if os.path.exists(path) else find_config_file(base)
+
+
+def _merge(tree: dict[str, Any], below: dict[str, Any]) -> None:
+    """Write the keys of a tree over those of another."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            _merge(value, below[key])
+        else:
+            below[key] = value
+
+
+def given_keys(config_file: str, opts: Sequence[Any] = ()) -> set[str]:
+    """Return the keys that the user gave: on the command line, and in yaml files that are not shipped."""
+    keys = {str(word) for word in opts}
+    shipped = {path.resolve() for path in shipped_configs().values()}
+    for path, tree in _layers(find_config_file(config_file)):
+        if Path(path).resolve() not in shipped:
+            keys |= {key for key, _ in flat_items(tree)}
+    return keys
+
+
+def parse_config(text: str, name: str) -> dict[str, Any]:
+    """Parse a yaml of keys and plain values, without bases, or raise ConfigError with the ``name`` of its file."""
+    try:
+        return dict(yaml.load(text, Loader=_BoundedLoader).items())
+    except Exception as error:  # PyYAML raises errors of many classes
+        raise ConfigError(
+            f"'{name}': not a yaml file of keys and plain values: {error}"
+        ) from error
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """Load plain values, and refuse aliases that stand for more nodes than memory holds, or for themselves.
+
+    Nine lines of aliases to the line above, ten in each, are a billion values.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._sizes: Counter[yaml.Node] = Counter()  # of what is below a node
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        node = super().compose_node(parent, index)
+        is_unfinished = node.end_mark is None  # an alias to a node that contains it
+        self._sizes[parent] += self._sizes[node] + 1
+        if is_unfinished or self._sizes[parent] > _MOST_NODES:
+            raise yaml.YAMLError(f"aliases expand to more than {_MOST_NODES} values")
+        return node

@@ -4,7 +4,6 @@ import difflib
 import errno
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 _FILE_ERRORS = (
     FileNotFoundError,
@@ -13,12 +12,6 @@ _FILE_ERRORS = (
     IsADirectoryError,
     NotADirectoryError,
 )
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "ALLOC_FAILED",
-)
 _FILE_ERRNOS = (
     errno.ENOSPC,
     errno.EIO,
@@ -26,6 +19,12 @@ _FILE_ERRNOS = (
     errno.EROFS,
     errno.EFBIG,
     errno.ENAMETOOLONG,
+)
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "ALLOC_FAILED",
 )
 
 
@@ -51,22 +50,8 @@ class PreflightError(ConfigError):
     def __str__(self) -> str:
         count = len(self.problems)
         head = "this run has a problem:" if count == 1 else f"this run has {count} problems:"
-        lines = [head, *(f"  - {problem}" for problem in self.problems)]
-        return "\n".join([*lines, self.unchecked] if self.unchecked else lines)
-
-
-@dataclass
-class PreflightReport:
-    """Errors and warnings found before a run; what was left out because of errors."""
-
-    errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    unchecked: str = ""
-
-    def raise_errors(self) -> None:
-        """Raise :class:`PreflightError` if there is an error."""
-        if self.errors:
-            raise PreflightError(self.errors, self.unchecked)
+        lines = [f"  - {problem}" for problem in self.problems]
+        return "\n".join([head, *lines, self.unchecked]).rstrip("\n")
 
 
 class NormError(ConfigError):
@@ -119,29 +104,35 @@ class MissingPackageError(UserError, ImportError):
 
 def is_user_error(error: BaseException) -> bool:
     """Return whether the user can fix an error: UserErrors, unusable files and a full disk."""
-    return (
-        isinstance(error, (UserError, *_FILE_ERRORS))
-        or getattr(error, "errno", None) in _FILE_ERRNOS
-    )
+    if isinstance(error, (UserError, *_FILE_ERRORS)):
+        return True
+    return getattr(error, "errno", None) in _FILE_ERRNOS
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory was too small, of the CPU or a GPU; torch raises some of it as a RuntimeError."""
-    return isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
+    if isinstance(error, MemoryError):
+        return True
+    message = str(error)
+    return any(text in message for text in _OUT_OF_MEMORY)
 
 
 def message_of(error: BaseException) -> str:
     """Return the message of an error; where a data-loading worker raised it, without the worker's traceback."""
-    text, kind = str(error), type(error).__name__
+    text = str(error)
     if not re.match(r"Caught \w+ in DataLoader worker", text):
         return text
-    found = text.rpartition(f"{kind}: ")[2].strip()
-    return found if isinstance(error, UserError) else f"{kind}: {found}"
+
+    kind = type(error).__name__
+    _, _, reason = text.rpartition(f"{kind}: ")
+    reason = reason.strip()
+    return reason if isinstance(error, UserError) else f"{kind}: {reason}"
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error, or its type if it has no text."""
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    line, _, _ = str(error).strip().partition("\n")
+    return line.rstrip(".") or type(error).__name__
 
 
 def check_minimum(name: str, value: int, minimum: int = 1) -> None:
@@ -152,18 +143,27 @@ def check_minimum(name: str, value: int, minimum: int = 1) -> None:
 
 def similar_names(name: str, known: Iterable[str]) -> str:
     """Return " Similar: a, b." for the known names nearest to a name in any case, or ""."""
-    names = {each.lower(): each for each in known}
-    near = [names[each] for each in difflib.get_close_matches(name.lower(), names, n=3)]
-    return f" Similar: {', '.join(near)}." if near else ""
+    names = {known_name.lower(): known_name for known_name in known}
+    near = difflib.get_close_matches(name.lower(), names, n=3)
+    if not near:
+        return ""
+    return f" Similar: {', '.join(names[key] for key in near)}."
 
 
 def printable(text: str) -> str:
     """Escape control characters, which could change the terminal, and other characters without a glyph."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def summarize_names(names: Iterable[str], limit: int = 4) -> str:
     """Join the first ``limit`` names by commas and count the rest."""
-    names = list(map(printable, names))
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    shown = [printable(name) for name in names]
+    summary = ", ".join(shown[:limit])
+    if len(shown) > limit:
+        summary += f" and {len(shown) - limit} more"
+    return summary

@@ -18,25 +18,17 @@ _PIP_NAMES = {"cv2": "opencv-python-headless"}
 
 def git_commit(root: Path = Path(__file__).parents[1]) -> str:
     """Return the commit of a checkout, with ``-dirty`` if tracked files changed; empty outside of a checkout."""
-    if not (
-        root / ".git"
-    ).exists():  # git would find a checkout around ``root``, such as one around site-packages
+    # git would find a checkout around ``root``, such as one around site-packages
+    if not (root / ".git").exists():
         return ""
-    command = [
-        "git",
-        "--no-optional-locks",
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    ]
+    command = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*"
     try:
-        return subprocess.run(
-            command, cwd=root, capture_output=True, text=True, timeout=10
-        ).stdout.strip()
+        described = subprocess.run(
+            command.split(), cwd=root, capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.SubprocessError):  # no git, or too slow
         return ""
+    return described.stdout.strip()
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
@@ -88,10 +80,9 @@ def require_detectron2(name: str) -> None:
 
 def require_packages(what: str, *names: str) -> None:
     """Raise MissingPackageError unless the packages of a feature are installed; names are as they are imported."""
-    missing = [
-        _PIP_NAMES.get(name, name) for name in names if importlib.util.find_spec(name) is None
-    ]
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
+        packages = [_PIP_NAMES.get(name, name) for name in missing]
         raise MissingPackageError(
-            f"{what}: not installed: {', '.join(missing)}. Fix: pip install {' '.join(missing)}"
+            f"{what}: not installed: {', '.join(packages)}. Fix: pip install {' '.join(packages)}"
         )

@@ -21,7 +21,6 @@ ROOMS = (
     ("config",),
     ("modeling", "env"),
     ("weights",),
-    ("model_zoo",),
     ("workbench.signals",),
     ("workbench.console",),
     ("workbench.images",),

@@ -19,113 +19,138 @@ from gw_detectron.atomic import (
 from gw_detectron.errors import FileAccessError
 
 
+def entries(path):
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def save(path, content):
+    with AtomicPathManager(PathManager).open(str(path), "wb") as file:
+        file.write(content)
+        file.flush()
+        if content == b"killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path):
     path = tmp_path / "model.pth"
-    path.write_bytes(b"old")
+    save(path, b"old")
+
     child = os.fork()
     if child == 0:
-        with AtomicPathManager(PathManager).open(str(path), "wb") as file:
-            file.write(b"new" * 100_000)
-            file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        save(path, b"killed")
+    _, status = os.waitpid(child, 0)
+
+    assert os.WTERMSIG(status) == signal.SIGKILL
     assert path.read_bytes() == b"old"
-    with AtomicPathManager(PathManager).open(str(path), "wb") as file:
-        file.write(b"newer")
-    assert path.read_bytes() == b"newer"
+
+    save(path, b"newer")
     remove_unfinished(str(tmp_path))
-    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == b"newer"
+    assert entries(tmp_path) == ["model.pth"]
 
 
 def test_an_error_of_the_caller_passes_and_leaves_nothing(tmp_path):
-    with (
-        pytest.raises(KeyError),
-        AtomicPathManager(PathManager).open(str(tmp_path / "a"), "w") as file,
-    ):
-        file.write("half")
+    with pytest.raises(KeyError), atomic_write(tmp_path / "a") as temporary:
+        temporary.write_text("half")
         raise KeyError("caller")
-    assert not list(tmp_path.iterdir())
+
+    assert entries(tmp_path) == []
 
 
 def test_a_read_error_in_the_body_is_not_reported_as_a_failed_write(tmp_path):
-    with (
-        pytest.raises(FileNotFoundError, match="source") as raised,
-        atomic_write(tmp_path / "a"),
-    ):
-        (tmp_path / "source").read_bytes()
+    source = tmp_path / "source"
+    with pytest.raises(FileNotFoundError, match="source") as raised, atomic_write(tmp_path):
+        source.read_bytes()
+
     assert not isinstance(raised.value, FileAccessError)
 
 
 @pytest.mark.parametrize(
     "error", [OSError("image file is truncated"), ConnectionResetError(104, "reset")]
 )
-def test_an_error_without_a_file_is_the_callers_unless_the_disk_is_full(tmp_path, error):
+def test_an_error_without_a_file_is_the_callers(tmp_path, error):
     with pytest.raises(type(error)) as raised, atomic_write(tmp_path / "a"):
         raise error
+
     assert raised.value is error
+
+
+def test_a_full_disk_is_an_error_of_the_file(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(FileAccessError, match="free disk space"), atomic_write(tmp_path / "a"):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise full
 
 
 def test_unfinished_files_of_dead_processes_are_removed_and_no_others(tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    with atomic_write(tmp_path / "model_0000001.pth") as mine:
-        mine.write_bytes(b"half")
-        theirs = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{dead.pid}."))
-        running = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{os.getppid()}."))
-        elsewhere = theirs.with_name(theirs.name.replace(os.uname().nodename, "another-host"))
-        (tmp_path / "notes.tmp").write_text("the user's")
-        for path in (theirs, running, elsewhere):
-            path.write_bytes(b"half")
+    host = os.uname().nodename
+
+    def unfinished(host, process):
+        name = f".model.pth.{host}.{process}.01234567.tmp"
+        (tmp_path / name).write_bytes(b"half")
+        return name
+
+    unfinished(host, dead.pid)
+    unfinished(host, os.getpid())  # of a process before this one that had its id
+    running = unfinished(host, os.getppid())
+    elsewhere = unfinished("another-host", dead.pid)
+    (tmp_path / "notes.tmp").write_text("the user's")
+    save(tmp_path / "model.pth", b"")
+
     remove_unfinished(tmp_path)
-    assert entries(tmp_path) == sorted(
-        ["model_0000001.pth", running.name, elsewhere.name, "notes.tmp"]
-    )
+
+    assert entries(tmp_path) == sorted([running, elsewhere, "model.pth", "notes.tmp"])
 
 
 def write_folder(output, text="new"):
     with atomic_folder(output, ["a.txt"]) as folder:
-        (folder / "a.txt").write_text(text)
-
-
-def entries(path):
-    return sorted(entry.name for entry in path.iterdir())
+        file = folder / "a.txt"
+        file.write_text(text)
 
 
 def test_a_folder_is_created_and_replaced(tmp_path):
     output = tmp_path / "some" / "out"
+
     write_folder(output)
     write_folder(output, "newer")
+
     assert (output / "a.txt").read_text() == "newer"
     assert entries(output.parent) == ["out"]
-    (tmp_path / "empty").mkdir()
-    write_folder(tmp_path / "empty")
-    assert entries(tmp_path / "empty") == ["a.txt"]
+
+
+def test_an_empty_folder_is_used(tmp_path):
+    write_folder(tmp_path)
+
+    assert entries(tmp_path) == ["a.txt"]
 
 
 def test_a_folder_with_only_some_names_of_a_result_is_the_users(tmp_path):
+    result = ["counts.csv", "pictures"]
     (tmp_path / "pictures").mkdir()
-    with pytest.raises(
-        FileAccessError, match=r"holds pictures but no counts\.csv, so it is not"
-    ):
-        check_replaceable(tmp_path, ["counts.csv", "pictures"])
+    with pytest.raises(FileAccessError, match=r"holds pictures but no counts\.csv"):
+        check_replaceable(tmp_path, result)
+
     (tmp_path / "counts.csv").touch()
-    check_replaceable(tmp_path, ["counts.csv", "pictures"])
+    check_replaceable(tmp_path, result)
 
 
 def test_a_failure_leaves_the_earlier_folder(tmp_path):
-    write_folder(tmp_path / "out")
-    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "out", ["a.txt"]) as folder:
+    output = tmp_path / "out"
+    write_folder(output)
+
+    with pytest.raises(RuntimeError), atomic_folder(output, ["a.txt"]) as folder:
         (folder / "a.txt").write_text("half")
         raise RuntimeError
-    assert (tmp_path / "out" / "a.txt").read_text() == "new"
+
+    assert (output / "a.txt").read_text() == "new"
     assert entries(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_an_error_between_the_renames_restores_the_earlier_folder(tmp_path, monkeypatch, error):
-    write_folder(tmp_path / "out")
+    output = tmp_path / "out"
+    write_folder(output)
     rename = os.rename
 
     def interrupted(source, target):
@@ -135,8 +160,9 @@ def test_an_error_between_the_renames_restores_the_earlier_folder(tmp_path, monk
 
     monkeypatch.setattr(os, "rename", interrupted)
     with pytest.raises(error):
-        write_folder(tmp_path / "out", "newer")
-    assert (tmp_path / "out" / "a.txt").read_text() == "new"
+        write_folder(output, "newer")
+
+    assert (output / "a.txt").read_text() == "new"
     assert entries(tmp_path) == ["out"]
 
 
@@ -144,14 +170,19 @@ def test_other_files_are_not_touched(tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     (output / "thesis.tex").touch()
+
     with pytest.raises(FileAccessError, match="thesis.tex"):
         write_folder(output)
-    assert entries(output) == ["thesis.tex"] and entries(tmp_path) == ["out"]
+
+    assert entries(output) == ["thesis.tex"]
+    assert entries(tmp_path) == ["out"]
 
 
 def test_the_next_folder_removes_what_a_killed_process_left(tmp_path):
     # a restarted container gives the id of the killed process to this one
     left = tmp_path / f".out.{os.uname().nodename}.{os.getpid()}.01234567.tmp"
-    (left / "new").mkdir(parents=True)
+    left.mkdir()
+
     write_folder(tmp_path / "out")
+
     assert entries(tmp_path) == ["out"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gw_detectron.model_zoo import get_config
+from gw_detectron.config import read_config
 from gw_detectron.workbench.run import Trainer
 
 from .tiny_run import arguments, config_of
@@ -12,7 +12,7 @@ from .tiny_run import arguments, config_of
 @pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("norm", ["GW", pytest.param("FrozenBN", marks=pytest.mark.slow)])
 def test_backbone_and_fpn_are_one_graph(norm, train):
-    cfg = get_config(f"COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_{norm}.yaml")
+    cfg = read_config(f"COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_{norm}.yaml")
     cfg.MODEL.DEVICE, cfg.MODEL.COMPILE = "cpu", True
     backbone = Trainer.build_model(cfg).backbone.train(train)
     found = torch._dynamo.explain(backbone.forward)(torch.randn(1, 3, 64, 96))

@@ -3,19 +3,25 @@
 import pytest
 from detectron2 import model_zoo
 
-from gw_detectron.config import changed_config, read_config
+from gw_detectron.config import (
+    changed_config,
+    list_configs,
+    parse_config,
+    read_config,
+    shipped_configs,
+)
 from gw_detectron.errors import ConfigError
+from gw_detectron.workbench.dataset.datasets_yaml import read_datasets
 
 from .tiny_run import CONFIG
 
 MERGE = "a: &a\n  b: 1\nMODEL:\n  <<: *a\n"
 
 
-def write(folder, **files):
-    for name, text in files.items():
-        path = folder / f"{name}.yaml"
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return str(folder / f"{next(iter(files))}.yaml")
+def write(folder, text, name="a.yaml"):
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
 
 
 def run_tag(marker):
@@ -28,67 +34,123 @@ def run_tag(marker):
 @pytest.mark.parametrize("levels", [0, 1, 3])
 def test_python_tags_are_refused_and_not_run(tmp_path, monkeypatch, base, levels):
     monkeypatch.setenv("HOME", str(tmp_path))
-    files = {}
+    name = "harm.yaml"
+    write(tmp_path, run_tag(tmp_path / "harm"), name)
     for level in range(levels):
-        below = f"{tmp_path.name}{level + 1}.yaml"
-        upper = f"../{tmp_path.name}/{below}"
-        files[f"{tmp_path.name}{level}"] = (
-            f"_BASE_: {base.format(name=below, folder=tmp_path, upper=upper)}\n"
-        )
-    files[f"{tmp_path.name}{levels}"] = run_tag(tmp_path / "harm")
-    path = write(tmp_path, **files)
+        upper = f"../{tmp_path.name}/{name}"
+        below = base.format(name=name, folder=tmp_path, upper=upper)
+        name = f"{tmp_path.name}{level}.yaml"
+        write(tmp_path, f"_BASE_: {below}\n", name)
+
     with pytest.raises(ConfigError, match=r"os\.mkdir"):
-        read_config(path)
+        read_config(tmp_path / name)
+
     assert not (tmp_path / "harm").exists()
 
 
 def test_detectron2s_retinanet_computes_its_anchors_by_code():
+    path = model_zoo.get_config_file("COCO-Detection/retinanet_R_50_FPN_1x.yaml")
     with pytest.raises(ConfigError, match="eval"):
-        read_config(model_zoo.get_config_file("COCO-Detection/retinanet_R_50_FPN_1x.yaml"))
+        read_config(path)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "a: !!python/name:os.system",
-            "a: !!python/tuple [1]",
-            "a: !mine 3",
-            "SEED: 2026-01-01",
-            "SEED: !!set {1, 2}",
-        ),
-        *(
-            "",
-            "3",
-            "- SEED",
-            "1: 2",
-            "? [1, 2]\n: 3",
-            b"SEED: \xff\xfe",
-            "VERSION: abc",
-            "VERSION: 3",
-        ),
-        *("MODEL: 3", "SOLVER:  # all keys are commented out", "SOLVER:\n  MAX_ITER: many"),
-        *("_BASE_: none.yaml", "_BASE_: 3", "_BASE_: a.yaml", "_BASE_: ."),
+        "a: !!python/name:os.system",
+        "a: !!python/tuple [1]",
+        "a: !mine 3",
+        "SEED: 2026-01-01",
+        "SEED: !!set {1, 2}",
+        "",
+        "3",
+        "- SEED",
+        "1: 2",
+        "? [1, 2]\n: 3",
+        b"SEED: \xff\xfe",
+        "VERSION: abc",
+        "VERSION: 3",
+        "MODEL: 3",
+        "SOLVER:  # all keys are commented out",
+        "SOLVER:\n  MAX_ITER: many",
+        "_BASE_: none.yaml",
+        "_BASE_: 3",
+        "_BASE_: a.yaml",
+        "_BASE_: .",
+        "a: &a [*a]",
     ],
     ids=lambda text: repr(text[:30]),
 )
 def test_a_file_that_is_no_config_is_refused(tmp_path, text):
+    path = write(tmp_path, text)
     with pytest.raises(ConfigError, match=r"a\.yaml"):
-        read_config(write(tmp_path, a=text))
+        read_config(path)
+
+
+def billion_laughs():
+    """400 bytes that stand for a billion values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    for level in range(1, 9):
+        below = ", ".join([f"*a{level - 1}"] * 10)
+        lines.append(f"a{level}: &a{level} [{below}]")
+    lines.append("TRACKER: *a8")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("read", [read_config, read_datasets])
+def test_aliases_that_stand_for_a_billion_values_are_refused(tmp_path, read):
+    path = write(tmp_path, billion_laughs())
+    with pytest.raises(ConfigError, match="alias"):
+        read(path)
+
+
+def test_aliases_count_as_what_they_stand_for():
+    many = ", ".join(["*a"] * 400_000)
+
+    assert len(parse_config(f"a: &a 1\nb: [{many}]", "name")["b"]) == 400_000
+    with pytest.raises(ConfigError, match="alias"):
+        parse_config(f"a: &a [1, 2]\nb: [{many}]", "name")
+
+
+def test_a_wrong_value_of_datasets_yaml_is_shown_in_short(tmp_path):
+    path = write(tmp_path, f"train: {{photos: {[['x'] * 99] * 99}}}")
+    with pytest.raises(ConfigError, match=r"train\.photos") as raised:
+        read_datasets(path)
+    assert len(str(raised.value)) < 500
 
 
 def test_unknown_keys_are_named_with_similar_ones(tmp_path):
+    unknown = write(tmp_path, "SOLVER:\n  MAXITER: 3\n")
     with pytest.raises(ConfigError, match=r"SOLVER\.MAXITER.*SOLVER\.MAX_ITER"):
-        read_config(write(tmp_path, a="SOLVER:\n  MAXITER: 3\n"))
+        read_config(unknown)
+
+    merged = write(tmp_path, MERGE)
     with pytest.raises(ConfigError, match="unknown config key 'a'"):
-        read_config(write(tmp_path, a=MERGE))
+        read_config(merged)
 
 
-def test_good_files_are_read_as_before(tmp_path):
-    text = f"_BASE_: {CONFIG}\nMODEL:\n  PIXEL_MEAN: &mean [1.0, 2.0, 3.0]\n  PIXEL_STD: *mean\n  MASK_ON: off\n"
-    cfg = read_config(write(tmp_path, a="_BASE_: b.yaml\nSEED: 3\n", b=text), ["SEED", "4"])
-    assert (cfg.MODEL.PIXEL_STD, cfg.MODEL.MASK_ON, cfg.SEED) == ([1.0, 2.0, 3.0], False, 4)
+def test_a_yaml_over_its_bases_and_under_the_command_line(tmp_path):
+    pixels = "PIXEL_MEAN: &mean [1.0, 2.0, 3.0]\n  PIXEL_STD: *mean\n"
+    write(tmp_path, f"_BASE_: {CONFIG}\nMODEL:\n  MASK_ON: off\n  {pixels}", "b.yaml")
+    path = write(tmp_path, "_BASE_: b.yaml\nSEED: 3\n")
+
+    cfg = read_config(path, ["SEED", "4"])
+
+    assert cfg.SEED == 4
+    assert cfg.MODEL.PIXEL_STD == [1.0, 2.0, 3.0]
+    assert not cfg.MODEL.MASK_ON
     assert cfg.MODEL.RESNETS.DEPTH == 18  # from the package's config
+
+
+def test_a_base_may_be_a_list_and_the_name_of_a_shipped_config(tmp_path):
+    write(tmp_path, "SEED: 3\nSOLVER:\n  MAX_ITER: 9\n", "b.yaml")
+    path = write(tmp_path, "_BASE_: [mask_rcnn_R_18_FPN_BN_GW_demo.yaml, b.yaml]\nSEED: 4\n")
+
+    cfg = read_config(path)
+
+    assert cfg.SEED == 4
+    assert cfg.SOLVER.MAX_ITER == 9
+    assert cfg.MODEL.RESNETS.DEPTH == 18
 
 
 @pytest.mark.parametrize(
@@ -96,7 +158,10 @@ def test_good_files_are_read_as_before(tmp_path):
 )
 def test_values_of_the_command_line_are_not_run(tmp_path, code):
     value = code.format(tmp_path / "harm")
-    assert value == read_config(str(CONFIG), ["MODEL.WEIGHTS", value]).MODEL.WEIGHTS
+
+    cfg = read_config(CONFIG, ["MODEL.WEIGHTS", value])
+
+    assert value == cfg.MODEL.WEIGHTS
     assert not (tmp_path / "harm").exists()
 
 
@@ -123,17 +188,33 @@ def test_words_of_the_command_line_that_are_refused(words, named):
         read_config(CONFIG, words)
 
 
-def test_words_of_the_command_line_that_are_read():
-    assert read_config(CONFIG, ["--", "SEED", "3"]).SEED == 3
-    assert read_config(CONFIG, ["OUTPUT_DIR", "'2024'"]).OUTPUT_DIR == "2024"
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [(["--", "SEED", "3"], "SEED", 3), (["OUTPUT_DIR", "'2024'"], "OUTPUT_DIR", "2024")],
+)
+def test_words_of_the_command_line_that_are_read(words, key, value):
+    assert read_config(CONFIG, words)[key] == value
 
 
 def test_a_changed_config_is_a_copy():
     cfg = read_config(CONFIG)
+    seed, norm = cfg.SEED, cfg.MODEL.FPN.NORM
     cfg.freeze()
+
     changed = changed_config(cfg, {"SEED": 3, "MODEL.FPN.NORM": "GW"})
-    assert (changed.SEED, changed.MODEL.FPN.NORM, changed.is_frozen()) == (3, "GW", False)
-    assert (cfg.SEED, cfg.MODEL.FPN.NORM) == (
-        read_config(CONFIG).SEED,
-        read_config(CONFIG).MODEL.FPN.NORM,
-    )
+
+    assert changed.SEED == 3
+    assert changed.MODEL.FPN.NORM == "GW"
+    assert not changed.is_frozen()
+    assert seed == cfg.SEED
+    assert norm == cfg.MODEL.FPN.NORM
+
+
+def test_configs_that_train_are_listed_without_their_parts():
+    parts = shipped_configs().keys() - set(list_configs())
+
+    assert list_configs() == sorted(list_configs())
+    assert "quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml" in list_configs()
+    assert "Base-RCNN-FPN.yaml" in parts
+    for name in parts:
+        assert name.startswith("common/") or "Base-" in name

@@ -14,7 +14,6 @@ from detectron2.utils.events import EventStorage
 from omegaconf import OmegaConf
 from torch import nn
 
-import gw_detectron.model_zoo
 from gw_detectron.config import flat_items
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.norms import norm_rows
@@ -62,9 +61,13 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def load_lazy(name: str) -> Any:
+    return LazyConfig.load(str(CONFIGS / name))
+
+
 @pytest.mark.parametrize("name", LAZY)
 def test_a_lazy_config_is_saved_and_reloaded_intact(name, tmp_path):
-    cfg = gw_detectron.model_zoo.get_config(name)
+    cfg = load_lazy(name)
     LazyConfig.save(cfg, str(tmp_path / "config.yaml"))
     again = LazyConfig.load(str(tmp_path / "config.yaml"))
     with torch.device("meta"):
@@ -82,7 +85,7 @@ def test_the_lsj_twins_differ_from_detectron2s_in_norms(epochs):
     name = f"new_baselines/mask_rcnn_R_50_FPN_{epochs}ep_LSJ"
     theirs, ours = (
         detectron2.model_zoo.get_config(f"{name}.py"),
-        gw_detectron.model_zoo.get_config(f"{name}_GW.py"),
+        load_lazy(f"{name}_GW.py"),
     )
     for part in ("dataloader", "lr_multiplier", "train"):
         assert str(OmegaConf.to_container(ours[part])) == str(
@@ -102,7 +105,7 @@ def test_the_lsj_twins_differ_from_detectron2s_in_norms(epochs):
 
 
 def test_the_lazy_row_of_table_4_is_that_of_the_yaml():
-    cfg, lazy = load(TABLE_4), gw_detectron.model_zoo.get_config(f"{TABLE_4}.py")
+    cfg, lazy = load(TABLE_4), load_lazy(f"{TABLE_4}.py")
     cfg.MODEL.DEVICE = "cpu"
     models, losses = [build_model(cfg), instantiate(lazy.model)], []
     assert norm_rows(models[0]) == norm_rows(models[1])
@@ -128,7 +131,7 @@ def test_the_lazy_row_of_table_4_is_that_of_the_yaml():
 @pytest.mark.slow
 def test_a_lazy_config_trains_and_is_resumed_with_its_norms(small_dataset, tmp_path):
     """The steps of Detectron2's lazyconfig_train_net.py."""
-    lazy = gw_detectron.model_zoo.get_config(f"{TABLE_4}.py")
+    lazy = load_lazy(f"{TABLE_4}.py")
     lazy.model.backbone.bottom_up.depth, lazy.model.backbone.bottom_up.freeze_at = 18, 0
     lazy.model.proposal_generator.post_nms_topk = [20, 10]
     lazy.model.roi_heads.batch_size_per_image = 8

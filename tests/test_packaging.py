@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import gw_detectron
-from gw_detectron import model_zoo
+from gw_detectron.config import list_configs
 
 from .tiny_run import ROOT
 
@@ -33,7 +33,7 @@ LIBRARIES = os.pathsep.join(
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from a copy, so that neither a leftover build/ nor a parallel build plays a part."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("gw_detectron", "configs"):
+    for name in ("gw_detectron", "configs", "examples"):
         shutil.copytree(
             ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
         )
@@ -92,16 +92,22 @@ def test_an_installed_wheel_registers_the_components_and_serves_the_configs(whee
     ]
     subprocess.run([sys.executable, "-m", "pip", *install], check=True)
     code = """
-import gw_detectron, gw_detectron.model_zoo as zoo
+import gw_detectron
+from detectron2.config import LazyConfig
+from gw_detectron.config import list_configs, read_config, shipped_configs
 from detectron2.modeling import BACKBONE_REGISTRY, ROI_BOX_HEAD_REGISTRY, ROI_MASK_HEAD_REGISTRY
 for name in "resnet", "resnet_fpn", "retinanet_resnet_fpn":
     BACKBONE_REGISTRY.get(f"build_gw_{name}_backbone")
 ROI_BOX_HEAD_REGISTRY.get("GWFastRCNNConvFCHead")
 ROI_MASK_HEAD_REGISTRY.get("GWMaskRCNNConvUpsampleHead")
-for name in zoo.list_configs():
-    assert zoo.get_config_file(name).startswith(gw_detectron.__path__[0]), zoo.get_config_file(name)
-    assert zoo.get_config(name).get("VERSION", 2) == 2
-print(gw_detectron.__file__, len(zoo.list_configs()))
+for name in list_configs():
+    file = shipped_configs()[name]
+    assert file.is_relative_to(gw_detectron.__path__[0]), file
+    if name.endswith(".py"):
+        LazyConfig.load(str(file))
+    else:
+        assert read_config(name).VERSION == 2
+print(gw_detectron.__file__, len(list_configs()))
 """
     inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     result = subprocess.run(
@@ -114,8 +120,7 @@ print(gw_detectron.__file__, len(zoo.list_configs()))
     assert result.returncode == 0, result.stderr
     where, count = result.stdout.split()
     assert (
-        Path(where).is_relative_to(tmp_path / "venv")
-        and int(count) == len(model_zoo.list_configs()) > 0
+        Path(where).is_relative_to(tmp_path / "venv") and int(count) == len(list_configs()) > 0
     )
 
 

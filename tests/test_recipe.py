@@ -13,8 +13,8 @@ from detectron2.data.samplers import RepeatFactorTrainingSampler
 from detectron2.modeling import build_model
 from PIL import Image
 
-from gw_detectron import auto_config, model_zoo
-from gw_detectron.config import get_value, read_config
+from gw_detectron import auto_config
+from gw_detectron.config import get_value, list_configs, read_config, shipped_configs
 from gw_detectron.errors import ConfigError, DataError
 from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.commands.train import run_here as main
@@ -50,7 +50,7 @@ def content(images=20, side=256, objects=5, size=40, classes=2, **fields):
 
 
 def recipe(tmp_path, data, *changes, config="own_mask_rcnn_R_18_FPN_GW", **options):
-    cfg = model_zoo.get_config(f"Own-Data/{config}.yaml")
+    cfg = read_config(f"Own-Data/{config}.yaml")
     cfg.merge_from_list(["MODEL.DEVICE", "cpu", *changes])
     (tmp_path / "data.json").write_text(json.dumps(data))
     reasons = auto_config(cfg, tmp_path / "data.json", tmp_path, **options)
@@ -181,9 +181,9 @@ def test_length_and_periods_follow_from_the_images(tmp_path, images, passes, tim
 
 
 def test_objects_as_large_as_the_image_have_positive_anchors():
-    for name in model_zoo.list_configs():
+    for name in list_configs():
         if name.startswith("Own-Data/"):
-            assert model_zoo.get_config(name).MODEL.RPN.BOUNDARY_THRESH == -1, name
+            assert read_config(name).MODEL.RPN.BOUNDARY_THRESH == -1, name
 
 
 def test_the_class_of_the_smallest_objects_decides_the_image_size(tmp_path):
@@ -351,7 +351,7 @@ def test_a_run_with_auto_keeps_its_recipe_when_its_data_have_grown(run, tmp_path
 
 
 def test_keys_of_the_users_own_yaml_stay(run, tmp_path):
-    shipped = model_zoo.get_config_file("Own-Data/own_faster_rcnn_R_18_FPN_GN.yaml")
+    shipped = shipped_configs()["Own-Data/own_faster_rcnn_R_18_FPN_GN.yaml"]
     (tmp_path / "base.yaml").write_text(f"_BASE_: {shipped}\nSOLVER: {{BASE_LR: 0.003}}\n")
     (tmp_path / "mine.yaml").write_text("_BASE_: base.yaml\nINPUT: {MIN_SIZE_TRAIN: [99]}\n")
 

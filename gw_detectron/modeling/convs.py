@@ -24,14 +24,18 @@ class ConvNormReLU(Conv2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        # a subclass of nn.ReLU may compute another function, a forward of the instance may not take relu
-        fuses = getattr(self.norm, "fuses_relu", False) and "forward" not in self.norm.__dict__
-        if fuses and (type(self.activation) is nn.ReLU or self.activation is F.relu):
-            x = F.conv2d(
-                x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
-            )
-            return self.norm(x, relu=True)
-        return super().forward(x)
+        # a forward of the instance may not take relu
+        norm_fuses = getattr(self.norm, "fuses_relu", False) and "forward" not in vars(
+            self.norm
+        )
+        # a subclass of nn.ReLU may compute another function
+        is_relu = type(self.activation) is nn.ReLU or self.activation is F.relu
+        if not (norm_fuses and is_relu):
+            return super().forward(x)
+        x = F.conv2d(
+            x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+        )
+        return self.norm(x, relu=True)
 
 
 def append_fusible_relu(conv: Conv2d) -> None:

@@ -28,7 +28,11 @@ def _for_channels(norm: Norm, channels: Sequence[int]) -> Norm:
     """
     if norm in ("", "BN", "SyncBN"):  # Detectron2 has a rule of its own for BN
         return norm
-    return lambda count: get_norm(norm, count) if count in channels else nn.Identity()
+
+    def layer(count: int) -> nn.Module:
+        return get_norm(norm, count) if count in channels else nn.Identity()
+
+    return layer
 
 
 class GWRetinaNetHead(RetinaNetHead):
@@ -39,13 +43,15 @@ class GWRetinaNetHead(RetinaNetHead):
 
     @configurable
     def __init__(self, *, conv_dims: Sequence[int], norm: Norm = "", **kwargs: Any) -> None:
-        norm = _for_channels(resolve_norm(norm, where="GWRetinaNetHead, norm"), conv_dims)
+        norm = resolve_norm(norm, where="GWRetinaNetHead, norm")
+        norm = _for_channels(norm, conv_dims)
         super().__init__(conv_dims=conv_dims, norm=norm, **kwargs)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: list[ShapeSpec]) -> dict[str, Any]:
+        arguments = super().from_config(cfg, input_shape)
         norm = resolve_norm(cfg.MODEL.RETINANET.NORM, where="MODEL.RETINANET.NORM")
-        return super().from_config(cfg, input_shape) | {"norm": norm}
+        return arguments | {"norm": norm}
 
 
 class GWFCOSHead(FCOSHead):
@@ -55,7 +61,8 @@ class GWFCOSHead(FCOSHead):
     """
 
     def __init__(self, *, conv_dims: Sequence[int], norm: Norm = "", **kwargs: Any) -> None:
-        norm = _for_channels(resolve_norm(norm, where="GWFCOSHead, norm"), conv_dims)
+        norm = resolve_norm(norm, where="GWFCOSHead, norm")
+        norm = _for_channels(norm, conv_dims)
         super().__init__(conv_dims=conv_dims, norm=norm, **kwargs)
 
 
@@ -68,8 +75,8 @@ class GWRetinaNet(RetinaNet):
         # Detectron2 names the class of the head in its source. Let it build the head without norm, and replace it.
         arguments = super().from_config(changed_config(cfg, {"MODEL.RETINANET.NORM": ""}))
         shapes = arguments["backbone"].output_shape()
-        head = GWRetinaNetHead(cfg, [shapes[name] for name in arguments["head_in_features"]])
-        return arguments | {"head": head}
+        levels = [shapes[name] for name in arguments["head_in_features"]]
+        return arguments | {"head": GWRetinaNetHead(cfg, levels)}
 
 
 @SEM_SEG_HEADS_REGISTRY.register()
@@ -78,14 +85,14 @@ class GWSemSegFPNHead(SemSegFPNHead):
 
     @configurable
     def __init__(self, *args: Any, norm: Norm = "", **kwargs: Any) -> None:
-        super().__init__(
-            *args, norm=resolve_norm(norm, where="GWSemSegFPNHead, norm"), **kwargs
-        )
+        norm = resolve_norm(norm, where="GWSemSegFPNHead, norm")
+        super().__init__(*args, norm=norm, **kwargs)
         for layer in itertools.chain(*self.scale_heads):
             if isinstance(layer, Conv2d):
                 append_fusible_relu(layer)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: dict[str, ShapeSpec]) -> dict[str, Any]:
+        arguments = super().from_config(cfg, input_shape)
         norm = resolve_norm(cfg.MODEL.SEM_SEG_HEAD.NORM, where="MODEL.SEM_SEG_HEAD.NORM")
-        return super().from_config(cfg, input_shape) | {"norm": norm}
+        return arguments | {"norm": norm}

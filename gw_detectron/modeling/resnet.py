@@ -57,19 +57,22 @@ class GWBasicStem(_WhitenedBlock, BasicStem):
     relu_convs = ("conv1",)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.max_pool2d(_conv_relu(self.conv1, x), kernel_size=3, stride=2, padding=1)
+        x = _conv_relu(self.conv1, x)
+        return F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
 
 
 class GWBasicBlock(_WhitenedBlock, BasicBlock):
     """Block of ResNet-18 and -34."""
 
-    relu_convs, last_conv = ("conv1",), "conv2"
+    relu_convs = ("conv1",)
+    last_conv = "conv2"
 
 
 class GWBottleneckBlock(_WhitenedBlock, BottleneckBlock):
     """Bottleneck block of ResNeXt and deeper ResNets."""
 
-    relu_convs, last_conv = ("conv1", "conv2"), "conv3"
+    relu_convs = ("conv1", "conv2")
+    last_conv = "conv3"
 
 
 class GWDeformBottleneckBlock(_WhitenedBlock, DeformBottleneckBlock):
@@ -95,25 +98,25 @@ def set_norms(
         network: may also be one stem or block.
         norm, whiten_norm: arguments of Detectron2's ``get_norm``; the second one is for ``positions``.
     """
-    blocks: list[Any] = list(network.modules())
+    blocks: list[Any] = [block for block in network.modules() if type(block) in _BLOCKS]
     for block in blocks:
-        if type(block) not in _BLOCKS:
-            continue
-        whitened = whitened_convs(
-            positions, bottleneck=not isinstance(block, BasicBlock), where="WHITEN_POSITIONS"
-        )
         if isinstance(block, BasicStem):
-            whitened = ("conv1",) if positions else ()
+            whitened: tuple[str, ...] = ("conv1",) if positions else ()
+        else:
+            is_bottleneck = not isinstance(block, BasicBlock)
+            whitened = whitened_convs(
+                positions, bottleneck=is_bottleneck, where="WHITEN_POSITIONS"
+            )
+
         block.__class__ = _BLOCKS[type(block)]  # Detectron2's builder has no argument for it
         for name in ("conv1", "conv2", "conv3", "shortcut"):
-            if (
-                conv := getattr(block, name, None)
-            ) is not None:  # an identity shortcut has no convolution
-                conv.norm = get_norm(
-                    whiten_norm if name in whitened else norm, conv.out_channels
-                )
-                if name in block.relu_convs:
-                    append_fusible_relu(conv)
+            conv = getattr(block, name, None)
+            if conv is None:  # an identity shortcut
+                continue
+            chosen = whiten_norm if name in whitened else norm
+            conv.norm = get_norm(chosen, conv.out_channels)
+            if name in block.relu_convs:
+                append_fusible_relu(conv)
         if isinstance(block, DeformBottleneckBlock):
             block.conv2.__class__ = TorchvisionDeformConv
     return network
@@ -154,20 +157,18 @@ def gw_resnet(
         "whiten_positions": positions,
         "out_features": out_features,
         "stride_in_1x1": False,
+        "res2_out_channels": 64 if depth < 50 else 256,
     }
-    keys |= {"res2_out_channels": 64 if depth < 50 else 256} | options
     cfg = default_config()
-    for key, value in keys.items():  # a LazyConfig has lists of its own
-        value = (
-            list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
-        )
+    for key, value in (keys | options).items():
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            value = list(value)  # a LazyConfig has lists of its own
         cfg.merge_from_list([f"MODEL.RESNETS.{key.upper()}", value])
     cfg.MODEL.BACKBONE.FREEZE_AT = freeze_at
-    norms = (
-        resolve_norm(spec, where=f"gw_resnet, {name}")
-        for name, spec in (("norm", norm), ("whiten_norm", whiten_norm))
-    )
-    return _build(cfg, ShapeSpec(channels=in_channels), *norms)
+
+    norm = resolve_norm(norm, where="gw_resnet, norm")
+    whiten_norm = resolve_norm(whiten_norm, where="gw_resnet, whiten_norm")
+    return _build(cfg, ShapeSpec(channels=in_channels), norm, whiten_norm)
 
 
 @BACKBONE_REGISTRY.register()
@@ -178,24 +179,22 @@ def build_gw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
     have the meaning that Detectron2's ``build_resnet_backbone`` gives them.
     """
     keys = cfg.MODEL.RESNETS
-    norms = (
-        resolve_norm(keys[name], where=f"MODEL.RESNETS.{name}")
-        for name in ("NORM", "WHITEN_NORM")
-    )
-    return _build(cfg, input_shape, *norms)
+    norm = resolve_norm(keys.NORM, where="MODEL.RESNETS.NORM")
+    whiten_norm = resolve_norm(keys.WHITEN_NORM, where="MODEL.RESNETS.WHITEN_NORM")
+    return _build(cfg, input_shape, norm, whiten_norm)
 
 
 def _build(cfg: CfgNode, input_shape: ShapeSpec, norm: Norm, whiten_norm: Norm) -> ResNet:
-    if (depth := cfg.MODEL.RESNETS.DEPTH) not in _DEPTHS:
+    keys = cfg.MODEL.RESNETS
+    if keys.DEPTH not in _DEPTHS:
         raise ConfigError(
-            f"MODEL.RESNETS.DEPTH ({depth}): not one of {', '.join(map(str, _DEPTHS))}."
+            f"MODEL.RESNETS.DEPTH ({keys.DEPTH}): not one of {', '.join(map(str, _DEPTHS))}."
         )
-    stock = {
-        "MODEL.RESNETS.NORM": "",
-        "MODEL.BACKBONE.FREEZE_AT": 0,
-    }  # to freeze replaces norms
+    # Detectron2 replaces norms where it freezes, so that it freezes after the norms are set
+    stock = {"MODEL.RESNETS.NORM": "", "MODEL.BACKBONE.FREEZE_AT": 0}
     resnet = build_resnet_backbone(changed_config(cfg, stock), input_shape)
-    set_norms(resnet, norm, whiten_norm, cfg.MODEL.RESNETS.WHITEN_POSITIONS)
+
+    set_norms(resnet, norm, whiten_norm, keys.WHITEN_POSITIONS)
     resnet.freeze(cfg.MODEL.BACKBONE.FREEZE_AT)
-    convert_convs(resnet, cfg.MODEL.RESNETS.CONV, where="MODEL.RESNETS.CONV")
+    convert_convs(resnet, keys.CONV, where="MODEL.RESNETS.CONV")
     return resnet

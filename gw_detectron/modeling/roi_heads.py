@@ -32,11 +32,8 @@ class _AnyNorm(nn.Module):
 
     @configurable
     def __init__(self, *args: Any, conv_norm: Norm = "", conv: str = "", **kwargs: Any) -> None:
-        super().__init__(
-            *args,
-            conv_norm=resolve_norm(conv_norm, where=f"{type(self).__name__}, conv_norm"),
-            **kwargs,
-        )
+        conv_norm = resolve_norm(conv_norm, where=f"{type(self).__name__}, conv_norm")
+        super().__init__(*args, conv_norm=conv_norm, **kwargs)
         for layer in self.conv_norm_relus:
             append_fusible_relu(layer)
         convert_convs(self, conv, where=f"MODEL.{self.node}.CONV")
@@ -70,9 +67,8 @@ class GWFastRCNNConvFCHead(_AnyNorm, FastRCNNConvFCHead):
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
-        return super().from_config(cfg, input_shape) | {
-            "single_relu": cfg.MODEL.ROI_BOX_HEAD.SINGLE_RELU
-        }
+        arguments = super().from_config(cfg, input_shape)
+        return arguments | {"single_relu": cfg.MODEL.ROI_BOX_HEAD.SINGLE_RELU}
 
 
 @ROI_MASK_HEAD_REGISTRY.register()
@@ -96,7 +92,7 @@ class GWRes5ROIHeads(Res5ROIHeads):
     @classmethod
     def _build_res5_block(cls, cfg: CfgNode) -> tuple[nn.Sequential, int]:
         # Private, but Detectron2 v0.6 and main of 2026 call it as this class method.
-        # the last stage of a whole ResNet, so that one place decides norms, blocks and strides
+        # The last stage of a whole ResNet, so that one place decides norms, blocks and strides
         whole = changed_config(
             cfg, {"MODEL.RESNETS.OUT_FEATURES": ["res5"], "MODEL.BACKBONE.FREEZE_AT": 0}
         )

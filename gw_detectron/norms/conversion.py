@@ -3,15 +3,16 @@
 import fnmatch
 import re
 import warnings
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.modules.batchnorm import _LazyNormBase
 
 from ..errors import ConfigError, NormError
 from ..layers import GroupWhitening2d, WeightStandardized, standardize_weights
 from .listing import channels_of
-from .names import Norm, norm_options
+from .names import Norm
 from .positions import POSITIONS, norms_at
 from .replacement import describe, has_channels_last, loses_statistics, replacement
 
@@ -77,19 +78,15 @@ def convert_norms(model: nn.Module, plan: Plan) -> ConversionReport:
     _check_model(model)
     layers = {name: module for name, module in model.named_modules() if channels_of(module)}
     before = {name: describe(layer) for name, layer in layers.items()}
+
     new = _replacements(layers, _specs(model, layers, plan))
     old = {name: layers[name] for name in new}
     _check_lists(model, old)
     _warn(old, new)
-    replacements = {id(old[name]): layer for name, layer in new.items()}
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if id(child) in replacements:
-                module._modules[name] = replacements[id(child)]
-    rows = [
-        ConvertedLayer(name, spec, describe(new[name]) if name in new else spec)
-        for name, spec in before.items()
-    ]
+
+    _replace(model, {old[name]: layer for name, layer in new.items()})
+    after = before | {name: describe(layer) for name, layer in new.items()}
+    rows = [ConvertedLayer(name, before[name], after[name]) for name in layers]
     return ConversionReport(tuple(rows))
 
 
@@ -99,15 +96,15 @@ def _check_model(model: nn.Module) -> None:
             "convert_norms: the model is a norm layer itself. Fix: build the other norm."
         )
     for name, module in model.named_modules():
-        if any(cls.__name__ in _WRAPPERS for cls in type(module).__mro__):
+        classes = {cls.__name__ for cls in type(module).__mro__}
+        if not classes.isdisjoint(_WRAPPERS):
             raise NormError(
                 f"convert_norms, {name or 'the model'} ({type(module).__name__}): shares its parameters with other "
                 "processes. Fix: convert the model first."
             )
-        if isinstance(module, nn.modules.batchnorm._LazyNormBase):
+        if isinstance(module, _LazyNormBase):
             raise NormError(
-                f"convert_norms, {name or 'the model'} ({type(module).__name__}): has no channels yet. Fix: run one "
-                "batch first."
+                f"convert_norms, {name} ({type(module).__name__}): has no channels yet. Fix: run one batch first."
             )
 
 
@@ -115,34 +112,38 @@ def _specs(
     model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan
 ) -> dict[str, Norm | None]:
     """Return the norm name of each layer that the plan names."""
-    names = {id(layer): name for name, layer in layers.items()}
-    aliases = {
-        name: names[id(m)]
-        for name, m in model.named_modules(remove_duplicate=False)
-        if id(m) in names
-    }
-    found: dict[str, Norm | None] = {}
-    for key, spec in ({plan: "GW"} if isinstance(plan, str) else plan).items():
-        if isinstance(key, type):
-            fitting = [name for name, layer in layers.items() if isinstance(layer, key)]
-        elif key in POSITIONS:
-            fitting = norms_at(key, layers, where="convert_norms")
-        else:
-            fitting = [aliases[name] for name in fnmatch.filter(aliases, key)]
+    if isinstance(plan, str):
+        plan = {plan: "GW"}
+    specs: dict[str, Norm | None] = {}
+    for key, spec in plan.items():
+        fitting = _fitting(key, model, layers)
         if not fitting:
-            fix = f"use a layer class, one of {list(POSITIONS[1:])} or a pattern of names such as {list(layers)[:3]}"
-            if plan == key and key.partition(":")[0] in norm_options():
-                fix = f'give this norm to layers, e.g. {{"*": {key!r}}} to all'
             raise NormError(
-                f"convert_norms, plan ({key!r}): fits none of {len(layers)} norm layers. Fix: {fix}."
+                f"convert_norms, plan ({key!r}): fits none of {len(layers)} norm layers. Fix: use a layer class, one "
+                f"of {list(POSITIONS[1:])} or a pattern of names such as {list(layers)[:3]}; "
+                "{'*': 'GW'} gives all layers GW."
             )
-        if all(name in found for name in fitting):
+        if specs.keys() >= set(fitting):
             raise NormError(
                 f"convert_norms, plan ({key!r}): earlier keys fit all of its layers. Fix: put it before them."
             )
         for name in fitting:
-            found.setdefault(name, spec)
-    return found
+            specs.setdefault(name, spec)
+    return specs
+
+
+def _fitting(
+    key: str | type[nn.Module], model: nn.Module, layers: Mapping[str, nn.Module]
+) -> list[str]:
+    """Return the names of the layers that a key of a plan fits."""
+    if isinstance(key, type):
+        return [name for name, layer in layers.items() if isinstance(layer, key)]
+    if key in POSITIONS:
+        return norms_at(key, layers, where="convert_norms")
+
+    every_name = dict(model.named_modules(remove_duplicate=False))
+    chosen = {every_name[name] for name in fnmatch.filter(every_name, key)}
+    return [name for name, layer in layers.items() if layer in chosen]
 
 
 def _replacements(
@@ -150,18 +151,21 @@ def _replacements(
 ) -> dict[str, nn.Module]:
     """Build the new layers; those that equal the old ones are left out."""
     wanted = {name: spec for name, spec in specs.items() if spec is not None}
-    if last := [name for name in wanted if has_channels_last(layers[name])]:
+    last = [name for name in wanted if has_channels_last(layers[name])]
+    if last:
         patterns = dict.fromkeys(re.sub(r"\d+\.", "*.", name) for name in last)
         raise NormError(
             f"convert_norms, {last[0]} ({type(layers[last[0]]).__name__!r}): its channels are the last dimension. Fix: "
             f"start the plan with {patterns}, which keeps the {len(last)} such layers."
         )
-    built = {name: replacement(name, layers[name], spec) for name, spec in wanted.items()}
-    return {
-        name: layer
-        for name, layer in built.items()
-        if describe(layer) != describe(layers[name])
-    }
+
+    changed = {}
+    for name, spec in wanted.items():
+        old = layers[name]
+        new = replacement(name, old, spec)
+        if describe(new) != describe(old):
+            changed[name] = new
+    return changed
 
 
 def _check_lists(model: nn.Module, old: Mapping[str, nn.Module]) -> None:
@@ -169,28 +173,38 @@ def _check_lists(model: nn.Module, old: Mapping[str, nn.Module]) -> None:
     names = {id(layer): name for name, layer in old.items()}
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
-            held, seen = [] if attribute == "_modules" else [value], set()
-            for kept in held:  # which grows by what is inside
+            if attribute == "_modules":
+                continue
+            for kept in _contents(value):
                 if id(kept) in names:
+                    place = f"{path}.{attribute}".removeprefix(".")
                     raise NormError(
-                        f"convert_norms, {names[id(kept)]}: {path and path + '.'}{attribute} (a plain "
-                        f"{type(value).__name__}) holds it too, and would keep the old layer. Fix: use "
-                        "torch.nn.ModuleList or torch.nn.ModuleDict, or assign it as a submodule."
+                        f"convert_norms, {names[id(kept)]}: {place} (a plain {type(value).__name__}) holds it too, "
+                        "and would keep the old layer. Fix: use torch.nn.ModuleList or torch.nn.ModuleDict, or assign "
+                        "it as a submodule."
                     )
-                if isinstance(kept, (list, tuple, dict)) and id(kept) not in seen:
-                    seen.add(id(kept))
-                    held.extend(kept.values() if isinstance(kept, dict) else kept)
+
+
+def _contents(value: object) -> Iterator[object]:
+    """Yield a value and what is in it, if it is a list, tuple or dictionary."""
+    yield value
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _contents(item)
 
 
 def _warn(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
     """Warn of layers that may give a constant, or that lose what was trained."""
-    vectors = [
-        name
-        for name, layer in new.items()
-        if isinstance(layer, GroupWhitening2d)
-        and layer.num_groups == layer.num_channels
-        and type(old[name]).__name__.endswith("1d")
-    ]
+    vectors = []
+    trained = []
+    for name, layer in new.items():
+        if type(old[name]).__name__.endswith("1d") and _has_single_channels(layer):
+            vectors.append(name)
+        if loses_statistics(old[name], layer):
+            trained.append(name)
+
     if vectors:
         warnings.warn(
             f"convert_norms: {len(vectors)} layers ({vectors[0]}, ...) get one channel per group: if their input is "
@@ -198,12 +212,24 @@ def _warn(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
             "use fewer groups, e.g. 'GW:groups=8'.",
             stacklevel=3,
         )
-    if trained := [name for name, layer in old.items() if loses_statistics(layer, new[name])]:
+    if trained:
         warnings.warn(
             f"convert_norms: {len(trained)} layers ({trained[0]}, ...) lose their running statistics; expect low "
             "accuracy until you fine-tune.",
             stacklevel=3,
         )
+
+
+def _has_single_channels(layer: nn.Module) -> bool:
+    return isinstance(layer, GroupWhitening2d) and layer.num_groups == layer.num_channels
+
+
+def _replace(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> None:
+    """Put other layers into the place of layers, under all of their names."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child in replacements:
+                module._modules[name] = replacements[child]
 
 
 def convert_convs(
@@ -226,16 +252,16 @@ def convert_convs(
         raise ConfigError(
             f"{where} ({conv!r}): unknown convolution. Fix: use one of {list(CONVS)}."
         )
+    if not conv:
+        return []
     try:
-        return standardize_weights(model, pattern) if conv else []
+        return standardize_weights(model, pattern)
     except ValueError as error:
         raise ConfigError(f"{where} ({conv!r}): {error}") from error
 
 
 def conv_names(model: nn.Module) -> dict[str, str]:
     """Return the names (``"WS"``) of the convolutions of a model that are not plain, by module name."""
-    return {
-        name: "WS"
-        for name, module in model.named_modules()
-        if isinstance(module, WeightStandardized)
-    }
+    modules = model.named_modules()
+    standardized = [name for name, module in modules if isinstance(module, WeightStandardized)]
+    return dict.fromkeys(standardized, "WS")

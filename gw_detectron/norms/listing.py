@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from .names import norm_spec
 
@@ -25,41 +25,56 @@ def channels_of(layer: nn.Module) -> int:
     A layer of an unknown class is a norm if the name of its class contains "Norm" and it has a scale of its own.
     ConvNeXt's ``GlobalResponseNorm`` adds to its input and is none.
     """
-    known = isinstance(layer, nn.modules.batchnorm._NormBase) or norm_spec(layer) is not None
-    weight = {**layer._parameters, **layer._buffers}.get("weight")
-    named = "Norm" in type(layer).__name__ and "GlobalResponse" not in type(layer).__name__
-    if not known and not (named and weight is not None and weight.dim() == 1):
+    if not _is_norm(layer):
         return 0
-    count = getattr(layer, "num_features", getattr(layer, "num_channels", None))
-    return count if isinstance(count, int) else 0 if weight is None else len(weight)
+    for attribute in ("num_features", "num_channels"):
+        channels = getattr(layer, attribute, None)
+        if isinstance(channels, int):
+            return channels
+    scale = _scale(layer)
+    return 0 if scale is None else len(scale)
+
+
+def _is_norm(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.modules.batchnorm._NormBase) or norm_spec(layer) is not None:
+        return True
+    name = type(layer).__name__
+    if "Norm" not in name or "GlobalResponse" in name:
+        return False
+    scale = _scale(layer)
+    return scale is not None and scale.dim() == 1
+
+
+def _scale(layer: nn.Module) -> Tensor | None:
+    tensors = layer._parameters | layer._buffers
+    return tensors.get("weight")
 
 
 def norm_rows(model: nn.Module) -> list[NormRow]:
     """List in module order the norm layers of a model that have a norm name."""
     rows = []
     for name, module in model.named_modules():
-        if spec := norm_spec(module):
-            parameters = list(module.parameters())
-            size = sum(parameter.numel() for parameter in parameters)
-            frozen = not any(parameter.requires_grad for parameter in parameters)
-            rows.append(
-                NormRow(
-                    name,
-                    spec,
-                    channels_of(module),
-                    getattr(module, "num_groups", None),
-                    size,
-                    frozen,
-                )
-            )
+        spec = norm_spec(module)
+        if not spec:
+            continue
+        parameters = list(module.parameters())
+        row = NormRow(
+            layer=name,
+            spec=spec,
+            channels=channels_of(module),
+            groups=getattr(module, "num_groups", None),
+            parameters=sum(parameter.numel() for parameter in parameters),
+            frozen=not any(parameter.requires_grad for parameter in parameters),
+        )
+        rows.append(row)
     return rows
 
 
 def is_synchronized(layer: nn.Module) -> bool:
     """Return whether a layer computes its batch statistics over all processes."""
-    return norm_spec(layer) in ("SyncBN", "naiveSyncBN", "naiveSyncBN_N") or getattr(
-        layer, "sync", False
-    )
+    if norm_spec(layer) in ("SyncBN", "naiveSyncBN", "naiveSyncBN_N"):
+        return True
+    return getattr(layer, "sync", False)
 
 
 def norm_counts(model: nn.Module) -> dict[str, int]:
@@ -69,14 +84,18 @@ def norm_counts(model: nn.Module) -> dict[str, int]:
 
 def norm_summary(model: nn.Module) -> str:
     """Count the layers of each norm, in one line."""
-    return ", ".join(f"{count} {spec}" for spec, count in norm_counts(model).items()) or "none"
+    counts = norm_counts(model)
+    return ", ".join(f"{count} {spec}" for spec, count in counts.items()) or "none"
 
 
 def norm_table(model: nn.Module) -> str:
     """Format every norm layer of a model as a text table."""
     from tabulate import tabulate
 
-    rows = [(*row[:-1], "yes" if row.frozen else "no") for row in norm_rows(model)]
+    rows = []
+    for row in norm_rows(model):
+        frozen = "yes" if row.frozen else "no"
+        rows.append([*row[:-1], frozen])
     return tabulate(
         rows,
         headers=["layer", "norm", "channels", "groups", "parameters", "frozen"],
@@ -92,7 +111,7 @@ def evaluation_spec(spec: str) -> str:
     name, _, options = spec.removeprefix("Frozen").partition(":")
     if name == "BRN":  # BN in evaluation; its options belong to training
         return "BN:"
-    kept = [
-        option for option in options.split(",") if not option.startswith(("momentum=", "sync="))
-    ]
-    return ":".join(["BN" if "BN" in name else name, ",".join(kept)])
+    if "BN" in name:
+        name = "BN"
+    kept = [text for text in options.split(",") if not text.startswith(("momentum=", "sync="))]
+    return f"{name}:{','.join(kept)}"

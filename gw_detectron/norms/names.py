@@ -46,31 +46,28 @@ _STOCK: dict[str, Callable[[int], nn.Module]] = {
     "SyncBN": nn.SyncBatchNorm,
     "GN": functools.partial(nn.GroupNorm, 32),
 }
-#: classes of the layers that these libraries build, and their names; a subclass comes before its base
-_STOCK_CLASSES: list[tuple[Any, str]] = [
-    (nn.SyncBatchNorm, "SyncBN"),
-    (nn.BatchNorm2d, "BN"),
-    (nn.GroupNorm, "GN"),
-]
-with contextlib.suppress(
-    ImportError, RuntimeError
-):  # torchvision is missing, or made for another torch
+#: classes of the layers that these libraries build, and their names
+_STOCK_CLASSES: dict[Any, str] = {
+    nn.SyncBatchNorm: "SyncBN",
+    nn.BatchNorm2d: "BN",
+    nn.GroupNorm: "GN",
+}
+# torchvision may be missing, or made for another torch
+with contextlib.suppress(ImportError, RuntimeError):
     from torchvision.ops import FrozenBatchNorm2d
 
     _STOCK["FrozenBN"] = FrozenBatchNorm2d
-    _STOCK_CLASSES.append((FrozenBatchNorm2d, "FrozenBN"))
+    _STOCK_CLASSES[FrozenBatchNorm2d] = "FrozenBN"
 
 if has_detectron2():
     with scripting_warnings_ignored():
         import detectron2.layers.batch_norm as batch_norm
     get_norm = batch_norm.get_norm
-    _STOCK_CLASSES[:0] = [
-        (batch_norm.NaiveSyncBatchNorm, "naiveSyncBN"),
-        (batch_norm.FrozenBatchNorm2d, "FrozenBN"),
-    ]
+    _STOCK_CLASSES[batch_norm.NaiveSyncBatchNorm] = "naiveSyncBN"
+    _STOCK_CLASSES[batch_norm.FrozenBatchNorm2d] = "FrozenBN"
     _available = set(DETECTRON2_NORMS)
     if hasattr(batch_norm, "LayerNorm"):  # channels-first; torch's is another layer
-        _STOCK_CLASSES.append((batch_norm.LayerNorm, "LN"))
+        _STOCK_CLASSES[batch_norm.LayerNorm] = "LN"
     else:
         _available.remove("LN")
 else:
@@ -102,12 +99,17 @@ def _rotated_batch_norm(
     return BatchWhitening2d(num_channels, **_ROTATED_BN, **arguments)
 
 
+def _boolean(text: str) -> bool:
+    return {"true": True, "false": False}[text]
+
+
 _ROTATED_BN: dict[str, Any] = {
     "solver": "standardize",
     "running": "covariance",
     "rotation": "cayley",
 }
-_Options = dict[str, tuple[str, type]]  # option -> argument of the factory and its type
+#: option -> argument of the factory, and the function that reads its text
+_Options = dict[str, tuple[str, Callable[[str], Any]]]
 _GROUPS: _Options = {"groups": ("num_groups", int)}
 _CHANNELS: _Options = {"channels": ("channels_per_group", int)}
 _EPS: _Options = {"eps": ("eps", float)}
@@ -116,11 +118,11 @@ _SOLVER: _Options = {
     **_EPS,
     "solver": ("solver", str),
     "threshold": ("threshold", float),
-    "corr": ("corr", bool),
+    "corr": ("corr", _boolean),
 }
 _BATCH_OPTIONS: _Options = {
     "momentum": ("momentum", float),
-    "sync": ("sync", bool),
+    "sync": ("sync", _boolean),
     "rotation": ("rotation", str),
 }
 _BW = _CHANNELS | _SOLVER | {"running": ("running", str)} | _BATCH_OPTIONS
@@ -128,8 +130,11 @@ _BRN: _Options = {
     "momentum": ("momentum", float),
     "rmax": ("rmax", float),
     "dmax": ("dmax", float),
-} | {key: (key, int) for key in ("warmup", "rmax_at", "dmax_at")}
-#: name -> layer class or function, and its options; a subclass comes before its base
+    "warmup": ("warmup", int),
+    "rmax_at": ("rmax_at", int),
+    "dmax_at": ("dmax_at", int),
+}
+#: name -> layer class or function, and its options
 _NORMS: dict[str, tuple[Callable[..., nn.Module], _Options]] = {
     "GW": (GroupWhitening2d, _GROUPS | _SOLVER),
     "FrozenBW": (FrozenBatchWhitening2d, _BW),
@@ -138,17 +143,19 @@ _NORMS: dict[str, tuple[Callable[..., nn.Module], _Options]] = {
     "GN": (_group_norm, _GROUPS | _EPS),
     "BN": (_rotated_batch_norm, _CHANNELS | _EPS | _BATCH_OPTIONS),
 }
-_TYPES = {int: "an integer", float: "a number", bool: "true or false"}
+_KINDS: dict[Callable[[str], Any], str] = {
+    int: "an integer",
+    float: "a number",
+    _boolean: "true or false",
+}
 #: options that a printed name shows only if they differ from these values
 _IMPLIED = {"threshold": 0.01, "corr": False, "sync": False, "rotation": "none"}
 
 
 def norm_options() -> dict[str, list[str]]:
     """Return the norm names that exist here, sorted, and the options of each."""
-    return {
-        name: [*_NORMS[name][1]] if name in _NORMS else []
-        for name in sorted({*_available, *_NORMS})
-    }
+    options = {name: list(known) for name, (_, known) in _NORMS.items()}
+    return {name: options.get(name, []) for name in sorted(_available | options.keys())}
 
 
 def resolve_norm(spec: Norm | None, *, where: str = "norm") -> Norm:
@@ -166,24 +173,20 @@ def resolve_norm(spec: Norm | None, *, where: str = "norm") -> Norm:
         NormError: unknown name or option, or a value of the wrong type. The returned function raises it for values out
             of their range, and for channels that the groups do not divide.
     """
-    if spec is None or (callable(spec) and not isinstance(spec, nn.Module)):
+    if spec in (None, "", *_available):
         return spec or ""
+    if callable(spec) and not isinstance(spec, nn.Module):
+        return spec
+
     label = f"{where} ({spec!r})"
-    if isinstance(spec, nn.Module):
-        raise NormError(
-            f"{label}: got a layer instance. Fix: give a name such as 'GW', or a layer class."
-        )
     if not isinstance(spec, str):
         raise NormError(f"{label}: not a norm name. Fix: give a string such as 'GW'.")
-    if spec == "" or spec in _available:
-        return spec
     try:
         factory, arguments = _parse(spec)
     except ValueError as error:
         raise NormError(f"{label}: {error}") from error
-    return functools.partial(
-        _build, factory=factory, arguments=arguments, label=label
-    )  # timm reads keywords only
+    # timm reads keywords only
+    return functools.partial(_build, factory=factory, arguments=arguments, label=label)
 
 
 def build_norm(spec: Norm | None, channels: int, *, where: str = "norm") -> nn.Module | None:
@@ -215,34 +218,43 @@ def _build(
 
 def _parse(spec: str) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
     """Return the function that makes the layer, and its arguments."""
-    name, _, option_text = spec.partition(":")
+    name, _, text = spec.partition(":")
     if name not in _NORMS:
-        if name in _available:
-            raise ValueError(f"{name} takes no options. Fix: write {name!r}.")
-        why = "not in this Detectron2" if name in DETECTRON2_NORMS else "unknown norm"
-        similar = similar_names(name, norm_options())
-        raise ValueError(
-            f"{why}.{similar} Fix: use one of {[*norm_options()]}, or '' for no norm."
-        )
+        raise ValueError(_why_unusable(name))
+
     factory, options = _NORMS[name]
     arguments: dict[str, Any] = {}
-    for item in option_text.split(",") if option_text else []:
-        key, _, text = (part.strip() for part in item.partition("="))
+    items = text.split(",") if text else []
+    for item in items:
+        key, _, value = (part.strip() for part in item.partition("="))
         if key not in options:
             raise ValueError(
                 f"{name} has no option {key!r}. Fix: use {sorted(options)}, as in key=value."
             )
-        argument, kind = options[key]
+        argument, read = options[key]
         if argument in arguments:
             raise ValueError(f"option {key!r} is given twice. Fix: remove one.")
         try:
-            arguments[argument] = (
-                {"true": True, "false": False}[text] if kind is bool else kind(text)
-            )
+            arguments[argument] = read(value)
         except (ValueError, KeyError) as error:
-            raise ValueError(
-                f"{key}={text!r} is not {_TYPES[kind]}. Fix: give {_TYPES[kind]}."
-            ) from error
+            kind = _KINDS[read]
+            raise ValueError(f"{key}={value!r} is not {kind}. Fix: give {kind}.") from error
+
+    _check_solver(options, arguments)
+    return factory, arguments
+
+
+def _why_unusable(name: str) -> str:
+    """Return why a name has no options, or is no norm."""
+    if name in _available:
+        return f"{name} takes no options. Fix: write {name!r}."
+    why = "not in this Detectron2" if name in DETECTRON2_NORMS else "unknown norm"
+    known = norm_options()
+    return f"{why}.{similar_names(name, known)} Fix: use one of {[*known]}, or '' for no norm."
+
+
+def _check_solver(options: _Options, arguments: dict[str, Any]) -> None:
+    """Refuse an option that the solver does not read."""
     solver = arguments.get("solver", "newton")
     for key, (argument, _) in options.items():
         reader = OPTION_SOLVER.get(argument, solver)
@@ -250,7 +262,6 @@ def _parse(spec: str) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
             raise ValueError(
                 f"solver={solver} does not read {key}. Fix: remove {key}, or write solver={reader}."
             )
-    return factory, arguments
 
 
 def norm_spec(layer: nn.Module) -> str | None:
@@ -258,32 +269,36 @@ def norm_spec(layer: nn.Module) -> str | None:
 
     ``resolve_norm`` of the name makes an equal layer, except for eps and momentum of BN.
     """
-    own = [
-        (factory, name) for name, (factory, _) in _NORMS.items() if isinstance(factory, type)
-    ]
-    name = next((name for cls, name in (*own, *_STOCK_CLASSES) if isinstance(layer, cls)), None)
-    if name == "naiveSyncBN" and getattr(layer, "_stats_mode", "") == "N":
-        return "naiveSyncBN_N"
+    name = _name_of(layer)
     if name == "BN" or name not in _NORMS:  # Detectron2's own
         return name
-    solver: Any = getattr(layer, "solver", None)
-    values = vars(layer) | (solver.layer_arguments() if solver else {})
+
+    values = dict(vars(layer))
+    if "solver" in values:
+        values |= values["solver"].layer_arguments()
     if name == "BW" and (_ROTATED_BN | {"corr": False}).items() <= values.items():
         name = "BN"
-    shown = [
-        f"{key}={_text(values[argument])}"
-        for key, (argument, _) in _NORMS[name][1].items()
-        if values[argument] != _IMPLIED.get(key)
-        and OPTION_SOLVER.get(argument) in (None, values.get("solver"))
-    ]
+
+    _, options = _NORMS[name]
+    shown = []
+    for key, (argument, _) in options.items():
+        value = values[argument]
+        is_read = OPTION_SOLVER.get(argument) in (None, values.get("solver"))
+        if is_read and value != _IMPLIED.get(key):
+            shown.append(f"{key}={_text(value)}")
     return f"{name}:{','.join(shown)}"
 
 
+def _name_of(layer: nn.Module) -> str | None:
+    """Return the norm name of the nearest class that a layer has, without options."""
+    names = {factory: name for name, (factory, _) in _NORMS.items()} | _STOCK_CLASSES
+    name = next((names[cls] for cls in type(layer).__mro__ if cls in names), None)
+    if name == "naiveSyncBN" and layer._stats_mode == "N":
+        return "naiveSyncBN_N"
+    return name
+
+
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return (
-        f"{value:g}"
-        if isinstance(value, float) and float(f"{value:g}") == value
-        else str(value)
-    )
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value).lower()  # true and false

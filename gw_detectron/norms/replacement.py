@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ..errors import NormError
 from ..layers import BatchRenorm2d, BatchWhitening2d, GroupWhitening2d
@@ -37,49 +38,48 @@ def replacement(name: str, old: nn.Module, spec: Norm) -> nn.Module:
     """
     where = f"convert_norms, {name} ({type(old).__name__!r})"
     activation = _activation(old, where)
-    some = next(
-        (
-            tensor
-            for tensor in (*old.parameters(), *old.buffers())
-            if tensor.is_floating_point()
-        ),
-        None,
-    )
-    with torch.device("cpu" if some is None else some.device):
-        new = (
-            build_norm(spec, channels_of(old), where=f"convert_norms, {name}") or nn.Identity()
-        )
-    if some is not None:
-        new.to(some.dtype)
-    if isinstance(old, _OTHER_SHAPES) and (
-        isinstance(new, nn.BatchNorm2d) or describe(new) in ("FrozenBN", "LN")
-    ):
-        if spec == "BN" and isinstance(old, nn.modules.batchnorm._BatchNorm):
+    new = _new_layer(name, old, spec)
+    if isinstance(old, _OTHER_SHAPES) and _needs_images(new):
+        if spec == "BN" and isinstance(old, _BatchNorm):
             return old
         raise NormError(
             f"{where}: its input is not (N, C, H, W), which {spec} needs. Fix: use SyncBN, BW or GW, or keep it by "
             "None in the plan."
         )
     _check_statistics(old, new, spec, where)
-    _copy_state(old, new)
-    states_nothing = (
-        isinstance(spec, (str, type)) and describe(new) in _BN
-    )  # a function may state eps
-    for setting in (
-        ("eps",)
-        if isinstance(new, BatchRenorm2d)
-        else ("eps", "momentum")
-        if states_nothing
-        else ()
-    ):
-        if hasattr(old, "running_mean") and hasattr(old, setting) and hasattr(new, setting):
-            setattr(new, setting, getattr(old, setting))
+
+    _copy_tensors(old, new)
+    _copy_affine(old, new)
+    _copy_settings(old, new, spec)
+    variance = _tensor(old, "running_var")
+    if isinstance(new, BatchWhitening2d) and variance is not None:
+        new.start_from_variance(variance, getattr(old, "eps", 0.0))
     new.train(old.training)
+
     if activation is not None:
-        new.drop, new.act = getattr(old, "drop", nn.Identity()), activation
+        new.drop = getattr(old, "drop", nn.Identity())
+        new.act = activation
+        new.fuses_relu = False
         new.register_forward_hook(_activate)
-        setattr(new, "fuses_relu", False)  # noqa: B010, mypy takes attributes of modules for tensors
     return new
+
+
+def _new_layer(name: str, old: nn.Module, spec: Norm) -> Any:
+    """Build a layer with the channels, the device and the dtype of another."""
+    tensors = (*old.parameters(), *old.buffers(), torch.empty(0, device="cpu"))
+    example = next(tensor for tensor in tensors if tensor.is_floating_point())
+    with torch.device(example.device):
+        new = build_norm(spec, channels_of(old), where=f"convert_norms, {name}")
+    return nn.Identity() if new is None else new.to(example.dtype)
+
+
+def _needs_images(layer: nn.Module) -> bool:
+    """Return whether a layer takes inputs (N, C, H, W) only."""
+    return isinstance(layer, nn.BatchNorm2d) or describe(layer) in ("FrozenBN", "LN")
+
+
+def _tensor(layer: nn.Module, name: str) -> Tensor | None:
+    return getattr(layer, name, None)
 
 
 def _activation(old: nn.Module, where: str) -> nn.Module | None:
@@ -87,24 +87,27 @@ def _activation(old: nn.Module, where: str) -> nn.Module | None:
     activation = getattr(old, "act", None)
     if isinstance(activation, nn.Module):
         return activation
-    if more := [
-        name
-        for name, value in old._parameters.items()
-        if name not in _AFFINE and value is not None
-    ]:
+
+    others = set(dict(old.named_parameters(recurse=False))) - {*_AFFINE}
+    if others:
         raise NormError(
-            f"{where}: contains an activation with parameters ({', '.join(more)}). Fix: keep it, by None in the plan."
+            f"{where}: contains an activation with parameters ({', '.join(others)}). Fix: keep it, by None in the plan."
         )
-    own = (
-        isinstance(old, (nn.modules.batchnorm._NormBase, *_OPTIONAL_AFFINE))
-        and _package(old) not in _PACKAGES
-    )
-    if own or "forward" in vars(old) or type(old).__call__ is not nn.Module.__call__:
+    if _has_own_forward(old):
         raise NormError(
             f"{where}: has a forward of its own, which may contain an activation. Fix: keep it, by None in the plan, "
             "or put a plain norm layer and that operation in its place."
         )
     return None
+
+
+def _has_own_forward(layer: nn.Module) -> bool:
+    """Return whether a layer may compute more than the norm that its class or base class computes."""
+    if "forward" in vars(layer) or type(layer).__call__ is not nn.Module.__call__:
+        return True
+    if isinstance(layer, (_NormBase, *_OPTIONAL_AFFINE)):
+        return _package(layer) not in _PACKAGES
+    return False
 
 
 def _activate(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -114,59 +117,71 @@ def _activate(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
 
 def has_channels_last(layer: nn.Module) -> bool:
     """Return whether a norm layer takes its channels as the last dimension."""
-    return (
-        hasattr(layer, "normalized_shape")
-        and "2d" not in type(layer).__name__
-        and _package(layer) != "detectron2"
-    )
+    takes_images = "2d" in type(layer).__name__ or _package(layer) == "detectron2"
+    return hasattr(layer, "normalized_shape") and not takes_images
 
 
 def _package(layer: nn.Module) -> str:
     """Return the package whose ``forward`` a layer has."""
-    return next(
-        cls for cls in type(layer).__mro__ if "forward" in vars(cls)
-    ).__module__.partition(".")[0]
+    module = type(layer).forward.__module__
+    return module.partition(".")[0]
 
 
-def _copy_state(old: nn.Module, new: nn.Module) -> None:
-    """Copy scale, shift and running statistics, and which parameters are frozen."""
+def _copy_tensors(old: nn.Module, new: nn.Module) -> None:
+    """Copy scale, shift and running statistics."""
+    for name in (*_AFFINE, *_STATISTICS, "num_batches_tracked"):
+        if _fits(old, new, name):
+            value = getattr(old, name)
+            target = getattr(new, name)
+            with torch.no_grad():
+                target.copy_(value.reshape(target.shape))
+
+
+def _fits(old: nn.Module, new: nn.Module, name: str) -> bool:
+    """Return whether two layers have a tensor of this name and size."""
+    before = _tensor(old, name)
+    after = _tensor(new, name)
+    if before is None or after is None:
+        return False
+    return before.numel() == after.numel()
+
+
+def _copy_affine(old: nn.Module, new: Any) -> None:
+    """Freeze parameters that the old layer has frozen or lacks; remove the latter where a layer may lack them."""
     optional = isinstance(new, _OPTIONAL_AFFINE) and not isinstance(new, BatchRenorm2d)
-    with torch.no_grad():
-        for name in (*_AFFINE, *_STATISTICS, "num_batches_tracked"):
-            before, after = getattr(old, name, None), getattr(new, name, None)
-            if before is not None and after is not None and before.numel() == after.numel():
-                after.copy_(before.reshape(after.shape))
-            if before is None and isinstance(after, nn.Parameter):
-                after.requires_grad_(False)
-                if optional:
-                    for attribute, value in ((name, None), ("affine", False)):
-                        setattr(new, attribute, value)
-            if isinstance(before, nn.Parameter) and isinstance(after, nn.Parameter):
-                after.requires_grad_(before.requires_grad)
-    if isinstance(new, BatchWhitening2d) and isinstance(
-        variance := getattr(old, "running_var", None), Tensor
-    ):
-        new.start_from_variance(variance, getattr(old, "eps", 0.0))
-    weight = old._parameters.get("weight")
-    for name, parameter in new.named_parameters():
-        if name not in _AFFINE and weight is not None:
-            parameter.requires_grad_(parameter.requires_grad and weight.requires_grad)
+    for name, parameter in list(new.named_parameters()):
+        source = name if name in _AFFINE else "weight"  # a rotation is frozen with the scale
+        before = old._parameters.get(source)
+        if before is not None:
+            parameter.requires_grad_(parameter.requires_grad and before.requires_grad)
+        elif name in _AFFINE and _tensor(old, name) is None:
+            parameter.requires_grad_(False)
+            if optional:
+                setattr(new, name, None)
+                new.affine = False
+
+
+def _copy_settings(old: nn.Module, new: nn.Module, spec: Norm) -> None:
+    """Copy eps and momentum from BN to a BN layer whose name states neither."""
+    copied = set()
+    if isinstance(new, BatchRenorm2d):
+        copied = {"eps"}
+    elif isinstance(spec, (str, type)) and describe(new) in _BN:  # a function may state eps
+        copied = {"eps", "momentum"}
+
+    if hasattr(old, "running_mean"):
+        for setting in copied & vars(old).keys() & vars(new).keys():
+            setattr(new, setting, getattr(old, setting))
 
 
 def _check_statistics(old: nn.Module, new: nn.Module, spec: Norm, where: str) -> None:
     """Refuse a norm with running statistics where the old layer lacks those that it should start from."""
-    if (
-        getattr(new, "running_mean", None) is None
-        or getattr(old, "running_mean", None) is not None
-    ):
+    if _tensor(new, "running_mean") is None or _tensor(old, "running_mean") is not None:
         return
-    is_batch_norm = isinstance(
-        old, nn.modules.batchnorm._BatchNorm
-    )  # with track_running_stats=False
-    contains_norms = any(
-        channels_of(module) for module in old.modules() if module is not old
-    )  # CycleBatchNormList
-    if is_batch_norm or contains_norms or describe(new).startswith("Frozen"):
+
+    # BN with track_running_stats=False, and Detectron2's CycleBatchNormList
+    had_statistics = isinstance(old, _BatchNorm) or any(map(channels_of, old.children()))
+    if had_statistics or describe(new).startswith("Frozen"):
         raise NormError(
             f"{where}: has no running statistics of its own, which {spec} needs. Fix: use GW or GN, or keep it by None "
             "in the plan."
@@ -175,14 +190,12 @@ def _check_statistics(old: nn.Module, new: nn.Module, spec: Norm, where: str) ->
 
 def loses_statistics(old: nn.Module, new: nn.Module) -> bool:
     """Return whether trained running statistics of a layer do not suit the layer that replaces it."""
-    mean = getattr(old, "running_mean", None)
-    if not isinstance(mean, Tensor) or mean.is_meta or not mean.any():
+    mean = _tensor(old, "running_mean")
+    if mean is None or mean.is_meta or not mean.any():
         return False
-    if isinstance(new, BatchWhitening2d) and getattr(old, "running_var", None) is not None:
+    if isinstance(new, BatchWhitening2d) and _tensor(old, "running_var") is not None:
         return new.running != "matrix" and new.solver.name not in _EXACT_SOLVERS
-    kept = [name for name in _STATISTICS if getattr(new, name, None) is not None]
-    shapes = [
-        [getattr(getattr(layer, name, None), "shape", None) for name in kept]
-        for layer in (old, new)
-    ]
-    return not kept or shapes[0] != shapes[1]
+
+    wanted = [name for name in _STATISTICS if _tensor(new, name) is not None]
+    kept = [name for name in wanted if _fits(old, new, name)]
+    return not kept or kept != wanted

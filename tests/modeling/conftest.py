@@ -1,31 +1,28 @@
 import pytest
-from detectron2.config import CfgNode, get_cfg
+from detectron2.config import CfgNode
 
-from gw_detectron import add_gw_config
+from gw_detectron.config import changed_config, read_config
+
+CHANGES = {
+    "MODEL.DEVICE": "cpu",
+    "MODEL.WEIGHTS": "",
+    "MODEL.BACKBONE.FREEZE_AT": 0,
+    "MODEL.RESNETS.NORM": "BN",
+    "MODEL.FPN.NORM": "",
+    "MODEL.ROI_BOX_HEAD.NORM": "",
+    "MODEL.ROI_MASK_HEAD.NORM": "",
+}
+RESNET18 = {"MODEL.RESNETS.DEPTH": 18, "MODEL.RESNETS.RES2_OUT_CHANNELS": 64}
 
 
 @pytest.fixture
 def cfg() -> CfgNode:
     """A ResNet-50 FPN Mask R-CNN of this package with no weights, nothing frozen, on the CPU."""
-    cfg = get_cfg()
-    add_gw_config(cfg)
-    cfg.MODEL.DEVICE = "cpu"
-    cfg.MODEL.WEIGHTS = ""
-    cfg.MODEL.MASK_ON = True
-    cfg.MODEL.BACKBONE.NAME = "build_gw_resnet_fpn_backbone"
-    cfg.MODEL.BACKBONE.FREEZE_AT = 0
-    cfg.MODEL.RESNETS.NORM = "BN"
-    cfg.MODEL.RESNETS.OUT_FEATURES = ["res2", "res3", "res4", "res5"]
-    cfg.MODEL.RESNETS.STRIDE_IN_1X1 = False
-    cfg.MODEL.FPN.IN_FEATURES = ["res2", "res3", "res4", "res5"]
-    cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[32], [64], [128], [256], [512]]
-    cfg.MODEL.RPN.IN_FEATURES = ["p2", "p3", "p4", "p5", "p6"]
-    cfg.MODEL.ROI_HEADS.NAME = "StandardROIHeads"
-    cfg.MODEL.ROI_HEADS.IN_FEATURES = ["p2", "p3", "p4", "p5"]
-    cfg.MODEL.ROI_BOX_HEAD.NAME = "GWFastRCNNConvFCHead"
-    cfg.MODEL.ROI_BOX_HEAD.NUM_CONV = 4
-    cfg.MODEL.ROI_BOX_HEAD.NUM_FC = 1
-    cfg.MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION = 7
-    cfg.MODEL.ROI_MASK_HEAD.NAME = "GWMaskRCNNConvUpsampleHead"
-    cfg.MODEL.ROI_MASK_HEAD.NUM_CONV = 4
-    return cfg
+    cfg = read_config("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml")
+    return changed_config(cfg, CHANGES)
+
+
+@pytest.fixture
+def resnet18(cfg) -> CfgNode:
+    """The same detector on a ResNet-18."""
+    return changed_config(cfg, RESNET18)

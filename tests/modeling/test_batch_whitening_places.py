@@ -1,5 +1,7 @@
 """Batch whitening in the frozen stages of a backbone."""
 
+import copy
+
 import pytest
 import torch
 from detectron2.layers import FrozenBatchNorm2d, ShapeSpec
@@ -8,6 +10,8 @@ from torch import nn
 from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d
 from gw_detectron.modeling import build_gw_resnet_backbone
 
+NORMS = (BatchWhitening2d, FrozenBatchNorm2d, nn.BatchNorm2d)
+FROZEN = (FrozenBatchWhitening2d, FrozenBatchNorm2d)
 RGB = ShapeSpec(channels=3)
 FAMILY = [
     "BW:channels=8",
@@ -21,24 +25,26 @@ FAMILY = [
 
 @pytest.mark.parametrize("spec", FAMILY)
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_freeze_at_makes_frozen_twins(cfg, spec, everywhere):
-    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
-    cfg.MODEL.BACKBONE.FREEZE_AT = 2
-    cfg.MODEL.RESNETS.WHITEN_NORM = spec
-    cfg.MODEL.RESNETS.NORM = spec if everywhere else "BN"
-    backbone = build_gw_resnet_backbone(cfg, RGB)
+def test_freeze_at_makes_frozen_twins(resnet18, spec, everywhere):
+    model = resnet18.MODEL
+    model.BACKBONE.FREEZE_AT = 2
+    model.RESNETS.WHITEN_NORM = spec
+    model.RESNETS.NORM = spec if everywhere else "BN"
+
+    backbone = build_gw_resnet_backbone(resnet18, RGB)
+
     for name, module in backbone.named_modules():
-        if isinstance(module, (BatchWhitening2d, FrozenBatchNorm2d, nn.BatchNorm2d)):
-            frozen = isinstance(module, (FrozenBatchWhitening2d, FrozenBatchNorm2d))
-            assert frozen == name.startswith(("stem", "res2"))
-            assert frozen != any(parameter.requires_grad for parameter in module.parameters())
+        if isinstance(module, NORMS):
+            in_frozen_stage = name.startswith(("stem", "res2"))
+            trainable = [value.requires_grad for value in module.parameters()]
+            assert isinstance(module, FROZEN) == in_frozen_stage
+            assert any(trainable) != in_frozen_stage
     assert isinstance(backbone.stem.conv1.norm, FrozenBatchWhitening2d)
     assert isinstance(backbone.res2[0].conv2.norm, FrozenBatchWhitening2d)
-    before = {
-        name: value.clone()
-        for name, value in backbone.state_dict().items()
-        if name.startswith(("stem", "res2"))
-    }
-    backbone(torch.randn(2, 3, 64, 64))["res5"].sum().backward()
-    after = backbone.state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+    before = copy.deepcopy(backbone.state_dict())
+    features = backbone(torch.randn(2, 3, 64, 64))
+    features["res5"].sum().backward()
+    for name, value in backbone.state_dict().items():
+        if name.startswith(("stem", "res2")):
+            assert torch.equal(value, before[name])

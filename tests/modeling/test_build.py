@@ -1,9 +1,8 @@
 """A model that Detectron2 cannot build is reported as one sentence."""
 
 import pytest
-from detectron2.config import get_cfg
 
-from gw_detectron import add_gw_config
+from gw_detectron.config import default_config
 from gw_detectron.errors import ConfigError
 from gw_detectron.modeling import build_checked_model
 
@@ -18,14 +17,16 @@ from gw_detectron.modeling import build_checked_model
     ],
 )
 def test_one_sentence_with_the_reason(key, value, words):
-    cfg = get_cfg()
-    add_gw_config(cfg)
+    cfg = default_config()
     cfg.merge_from_list([key, value])
+
     with pytest.raises(ConfigError) as raised:
         build_checked_model(cfg, "meta")
+
     message = str(raised.value)
-    assert message.startswith("MODEL: the model cannot be built: ") and "Fix: " in message, (
-        message
-    )
-    assert all(word in message for word in words) and "\n" not in message, message
-    assert cfg.MODEL.DEVICE == "cuda" and raised.value.__cause__ is not None
+    assert message.startswith("MODEL: the model cannot be built: ")
+    assert "\n" not in message
+    for word in (*words, "Fix: "):
+        assert word in message
+    assert raised.value.__cause__ is not None
+    assert cfg.MODEL.DEVICE == "cuda"

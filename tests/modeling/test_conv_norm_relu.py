@@ -78,18 +78,24 @@ def fused(monkeypatch) -> list[str]:
     return calls
 
 
-def images(channels: int = 8) -> torch.Tensor:
-    return torch.randn(2, channels, 7, 7, generator=torch.Generator().manual_seed(0))
-
-
-def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return module.layers(x) if isinstance(module, MaskRCNNConvUpsampleHead) else module(x)
+IMAGES = torch.randn(2, 8, 7, 7, generator=torch.Generator().manual_seed(0))
 
 
 def block(norm: str = "GW", *, stock: bool = False) -> nn.Module:
+    layer = NORMS.get(norm, norm)
     torch.manual_seed(0)
-    module = BottleneckBlock(8, 8, bottleneck_channels=8, norm=NORMS.get(norm, norm))
-    return module if stock else set_norms(module, NORMS.get(norm, norm))
+    module = BottleneckBlock(8, 8, bottleneck_channels=8, norm=layer)
+    return module if stock else set_norms(module, layer)
+
+
+def output_and_gradients(module: nn.Module) -> list[torch.Tensor | None]:
+    """Return the output on the images, and the gradients of its squares."""
+    leaf = IMAGES.clone().requires_grad_()
+    forward = module.layers if isinstance(module, MaskRCNNConvUpsampleHead) else module
+    y = forward(leaf)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(y.square().sum(), [leaf, *parameters], allow_unused=True)
+    return [y.detach(), *gradients]
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -100,87 +106,98 @@ def test_it_is_the_stock_component(component, norm, fused):
     if kind.norm == "norm":  # blocks of a ResNet
         ours = set_norms(kind.stock(**kind.arguments, norm="BN"), NORMS[norm])
     else:
-        ours = kind.ours(**kind.arguments, **{kind.norm: NORMS[norm]})
-    assert type(ours) is kind.ours
+        ours = kind.ours(**kind.arguments, conv_norm=NORMS[norm])
     drawn = torch.get_rng_state()
     torch.manual_seed(0)
     stock = kind.stock(**kind.arguments, **{kind.norm: NORMS[norm]})
+
     assert torch.equal(drawn, torch.get_rng_state()), "no random number more or less"
+    assert type(ours) is kind.ours
     assert list(ours.state_dict()) == list(stock.state_dict())
-    results = []
-    for module in (ours, stock):
-        leaf = images().requires_grad_()
-        y = run(module, leaf)
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(
-            y.square().sum(), [leaf, *parameters], allow_unused=True
-        )
-        results.append([y.detach(), *gradients])
+
+    y, *gradients = output_and_gradients(ours)
+    expected, *expected_gradients = output_and_gradients(stock)
+
     assert len(fused) == (kind.relus if norm == "GW" else 0)
-    assert torch.equal(results[0][0], results[1][0])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+    assert torch.equal(y, expected)
+    torch.testing.assert_close(gradients, expected_gradients)
 
 
 @pytest.mark.parametrize("positions", ["S1-B1", "S1-B2", "S1-B3", "S1-B12", "ALL"])
 def test_only_norms_before_a_relu_apply_it(positions, fused):
     """A sum follows the third norm and that of the shortcut."""
-    convs = whitened_convs(positions)
-    module = set_norms(
-        BottleneckBlock(8, 16, bottleneck_channels=8, norm="BN"), "BN", NORMS["GW"], positions
-    )
+    module = BottleneckBlock(8, 16, bottleneck_channels=8, norm="BN")
+    set_norms(module, "BN", NORMS["GW"], positions)
     for name, part in module.named_modules():
         part.name = name
-    module(images())
-    assert fused == [f"{name}.norm" for name in ("conv1", "conv2") if name in convs]
+
+    module(IMAGES)
+
+    whitened = whitened_convs(positions)
+    assert fused == [f"{name}.norm" for name in ("conv1", "conv2") if name in whitened]
 
 
+# convert_frozen_batchnorm takes the running statistics, which are those of evaluation
+@pytest.mark.parametrize(
+    "change", [FrozenBatchNorm2d.convert_frozen_batchnorm, lambda module: module.freeze()]
+)
 @pytest.mark.parametrize("norm", ["GW", "BN"])
-def test_converting_and_freezing_keep_the_relu(norm):
-    expected = block(norm, stock=True).eval()
-    x = images()
+def test_freezing_keeps_the_relu(norm, change):
+    stock = block(norm, stock=True).eval()
+    ours = block(norm).eval()
     with torch.no_grad():
-        expected = expected(x)
-        assert torch.equal(block(norm).eval()(x), expected)
-        # convert_frozen_batchnorm takes the running statistics, which are those of evaluation
-        for change in (
-            FrozenBatchNorm2d.convert_frozen_batchnorm,
-            lambda module: module.freeze(),
-        ):
-            torch.testing.assert_close(change(block(norm)).eval()(x), expected)
-        in_sync = nn.SyncBatchNorm.convert_sync_batchnorm(
-            block(norm)
-        )  # which runs on GPUs alone
-        assert any(isinstance(layer, nn.SyncBatchNorm) for layer in in_sync.modules()) == (
-            norm == "BN"
-        )
-        assert [type(layer) for layer in (in_sync.conv1, in_sync.conv2)] == [
-            ConvNormReLU,
-            ConvNormReLU,
-        ]
+        expected = stock(IMAGES)
+        assert torch.equal(ours(IMAGES), expected)
+
+        frozen = change(ours).eval()
+        torch.testing.assert_close(frozen(IMAGES), expected)
 
 
-def test_each_activation_is_applied(fused):
-    class Shifted(nn.ReLU):
-        def forward(self, x):
-            return super().forward(x - 1)
+def test_synchronizing_keeps_the_fused_convolutions():
+    """Torch's synchronized BN runs on GPUs only."""
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(block("BN"))
 
-    conv, x = block().conv1, images()
-    y = conv.norm(F.conv2d(x, conv.weight))
-    for activation in (
-        nn.ReLU(),
-        nn.ReLU(inplace=True),
-        nn.SiLU(),
-        nn.LeakyReLU(0.1),
-        Shifted(),
-        None,
-    ):
-        conv.activation = activation
-        expected = activation(y.clone()) if activation else y
-        assert torch.equal(conv(x), expected)
-    assert len(fused) == 2
-    conv.norm, conv.activation = None, nn.SiLU()
-    assert torch.equal(conv(x), F.silu(F.conv2d(x, conv.weight)))
+    for conv in (module.conv1, module.conv2):
+        assert type(conv) is ConvNormReLU
+        assert isinstance(conv.norm, nn.SyncBatchNorm)
+
+
+class Shifted(nn.ReLU):
+    def forward(self, x):
+        return super().forward(x - 1)
+
+
+@pytest.mark.parametrize(
+    ("activation", "count"),
+    [
+        (nn.ReLU(), 1),
+        (nn.ReLU(inplace=True), 1),
+        (nn.SiLU(), 0),
+        (nn.LeakyReLU(0.1), 0),
+        (Shifted(), 0),
+        (None, 0),
+    ],
+)
+def test_each_activation_is_applied(fused, activation, count):
+    conv = block().conv1
+    y = conv.norm(F.conv2d(IMAGES, conv.weight))
+    conv.activation = activation
+
+    output = conv(IMAGES)
+
+    expected = y if activation is None else activation(y)
+    assert torch.equal(output, expected)
+    assert len(fused) == count
+
+
+def test_a_convolution_without_norm_is_activated():
+    conv = block().conv1
+    conv.norm = None
+    conv.activation = nn.SiLU()
+
+    output = conv(IMAGES)
+
+    assert torch.equal(output, F.silu(F.conv2d(IMAGES, conv.weight)))
 
 
 COPIES = {
@@ -195,23 +212,27 @@ COPIES = {
 @pytest.mark.parametrize("norm", ["GW", "FrozenBN"])
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_and_graphs_compute_the_same(way, norm):
-    module, x = block(norm).eval(), images()
+    module = block(norm).eval()
+    stock = block(norm, stock=True).eval()
     with torch.no_grad():
-        expected = block(norm, stock=True).eval()(x)
-        torch.testing.assert_close(COPIES[way](module, x)(x), expected)
+        copied = COPIES[way](module, IMAGES)
+        torch.testing.assert_close(copied(IMAGES), stock(IMAGES))
 
 
 @pytest.mark.parametrize("fuses", [False, True])
 def test_a_subclass_with_its_own_forward_is_fused_only_if_it_says_so(fuses):
-    class Shifted(GroupWhitening2d):
+    class ShiftedNorm(GroupWhitening2d):
         def forward(self, x, relu=False):
             assert relu is fuses
             return super().forward(x) - 1
 
-    class Fusing(Shifted):
+    class FusingNorm(ShiftedNorm):
         fuses_relu = True
 
-    norm = (Fusing if fuses else Shifted)(8, 4)
+    norm = FusingNorm(8, 4) if fuses else ShiftedNorm(8, 4)
     conv = ConvNormReLU(3, 8, 3, norm=norm, activation=nn.ReLU())
+
     y = conv(torch.randn(2, 3, 6, 6))
-    assert bool(y.min() < 0) is fuses  # a fused norm's output is final
+
+    has_negative_values = bool(y.min() < 0)
+    assert has_negative_values is fuses  # a fused norm's output is final

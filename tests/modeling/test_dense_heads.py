@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from detectron2.layers import ShapeSpec
-from detectron2.modeling import RetinaNet, build_backbone, build_model
+from detectron2.modeling import build_backbone, build_model
 from detectron2.modeling.meta_arch.fcos import FCOS
 from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 from detectron2.modeling.meta_arch.semantic_seg import SemSegFPNHead
@@ -48,54 +48,53 @@ HEADS: dict[str, tuple[type[nn.Module], type[nn.Module], dict[str, Any], Any, st
 }
 
 
-def outputs(head: nn.Module, method: str, features: Any) -> list[torch.Tensor]:
-    found = getattr(head, method)(features)
-    return [found] if torch.is_tensor(found) else [*found[0], *found[1]]
+def small_norm(norm: str) -> Any:
+    """Return a function that Detectron2 takes as a norm; v0.6 tries one channel first."""
+
+    def layer(channels: int) -> nn.Module:
+        if norm.startswith("GW"):
+            return GroupWhitening2d(channels, num_groups=4)
+        return nn.GroupNorm(min(8, channels), channels)
+
+    return layer if norm else ""
 
 
 @pytest.mark.parametrize("norm", ["", "GN:groups=8", "GW:groups=4"])
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_head_is_the_stock_head_with_that_norm(kind, norm):
     ours, stock, arguments, features, method = HEADS[kind]
-
-    def layer(channels):  # Detectron2 v0.6 tries one channel first
-        if norm.startswith("GW"):
-            return GroupWhitening2d(channels, num_groups=4)
-        return nn.GroupNorm(min(8, channels), channels)
-
-    head, reference = (
-        ours(**arguments, norm=norm),
-        stock(**arguments, norm=layer if norm else ""),
-    )
-    assert isinstance(head, stock)
+    head = ours(**arguments, norm=norm)
+    reference = stock(**arguments, norm=small_norm(norm))
     head.load_state_dict(reference.state_dict())  # raises unless all names are the same
-    for found, expected in zip(
-        outputs(head, method, features), outputs(reference, method, features), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert len(norm_rows(head)) == (0 if not norm else 4)
+
+    outputs = getattr(head, method)(features)
+    expected = getattr(reference, method)(features)
+
+    assert isinstance(head, stock)
+    assert len(norm_rows(head)) == (4 if norm else 0)
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("norm", "word"), [("GX", "unknown norm"), ("GW:groups=5", "5"), ("GN:groups=0", "groups")]
+)
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_wrong_norm_names_the_argument_and_the_class(kind):
+def test_a_wrong_norm_names_the_argument_and_the_class(kind, norm, word):
     ours, _, arguments, *_ = HEADS[kind]
-    for norm, words in (
-        ("GX", "unknown norm"),
-        ("GW:groups=5", "5"),
-        ("GN:groups=0", "groups"),
-    ):
-        with pytest.raises(NormError, match=rf"{ours.__name__}, norm \('{norm}'\): .*{words}"):
-            ours(**arguments, norm=norm)
+
+    with pytest.raises(NormError, match=rf"{ours.__name__}, norm \('{norm}'\): .*{word}"):
+        ours(**arguments, norm=norm)
 
 
 @pytest.fixture
-def retinanet(cfg):
-    cfg.MODEL.META_ARCHITECTURE = "GWRetinaNet"
-    cfg.MODEL.BACKBONE.NAME = "build_gw_retinanet_resnet_fpn_backbone"
-    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
-    cfg.MODEL.RESNETS.OUT_FEATURES = cfg.MODEL.FPN.IN_FEATURES = ["res3", "res4", "res5"]
-    cfg.MODEL.FPN.OUT_CHANNELS = 64
-    return cfg
+def retinanet(resnet18):
+    model = resnet18.MODEL
+    model.META_ARCHITECTURE = "GWRetinaNet"
+    model.BACKBONE.NAME = "build_gw_retinanet_resnet_fpn_backbone"
+    model.RESNETS.OUT_FEATURES = ["res3", "res4", "res5"]
+    model.FPN.IN_FEATURES = ["res3", "res4", "res5"]
+    model.FPN.OUT_CHANNELS = 64
+    return resnet18
 
 
 def test_retinanet_is_the_stock_one_with_the_norm_in_its_head(retinanet):
@@ -104,30 +103,42 @@ def test_retinanet_is_the_stock_one_with_the_norm_in_its_head(retinanet):
     retinanet.MODEL.META_ARCHITECTURE = "RetinaNet"
     stock = build_model(retinanet).eval()
     ours.load_state_dict(stock.state_dict())
-    assert isinstance(ours, RetinaNet) and isinstance(ours, GWRetinaNet)
-    image = [{"image": torch.rand(3, 64, 64) * 255}]
-    found, expected = (model(image)[0]["instances"] for model in (ours, stock))
-    assert torch.equal(found.pred_boxes.tensor, expected.pred_boxes.tensor)
-    assert torch.equal(found.scores, expected.scores)
+    image = {"image": torch.rand(3, 64, 64) * 255}
+
+    (output,) = ours([image])
+    (expected,) = stock([image])
+
+    boxes, expected_boxes = output["instances"], expected["instances"]
+    assert isinstance(ours, GWRetinaNet)
+    assert torch.equal(boxes.pred_boxes.tensor, expected_boxes.pred_boxes.tensor)
+    assert torch.equal(boxes.scores, expected_boxes.scores)
 
 
 @pytest.mark.parametrize("norm", ["GW:groups=4", "GN:groups=8"])
 def test_fcos_trains_and_evaluates(retinanet, norm):
     backbone = build_backbone(retinanet)
-    shapes = [*backbone.output_shape().values()]
-    head = GWFCOSHead(input_shape=shapes, num_classes=6, conv_dims=[64, 64], norm=norm)
-    pixels = {"pixel_mean": retinanet.MODEL.PIXEL_MEAN, "pixel_std": retinanet.MODEL.PIXEL_STD}
-    names = [*backbone.output_shape()]
-    model = FCOS(backbone=backbone, head=head, head_in_features=names, num_classes=6, **pixels)
-    assert len(norm_rows(head)) == 4
+    shapes = backbone.output_shape()
+    head = GWFCOSHead(
+        input_shape=list(shapes.values()), num_classes=6, conv_dims=[64, 64], norm=norm
+    )
+    model = FCOS(
+        backbone=backbone,
+        head=head,
+        head_in_features=list(shapes),
+        num_classes=6,
+        pixel_mean=retinanet.MODEL.PIXEL_MEAN,
+        pixel_std=retinanet.MODEL.PIXEL_STD,
+    )
+
     with EventStorage():
         losses = model.train()(tiny_batch(6))
     sum(losses.values()).backward()
-    assert [
-        name for name, value in head.named_parameters() if not value.grad.isfinite().all()
-    ] == []
+
+    assert len(norm_rows(head)) == 4
+    for name, value in head.named_parameters():
+        assert value.grad.isfinite().all(), name
+
+    image = {"image": torch.rand(3, 64, 64) * 255, "height": 64, "width": 64}
     with torch.no_grad():
-        (result,) = model.eval()(
-            [{"image": torch.rand(3, 64, 64) * 255, "height": 64, "width": 64}]
-        )
+        (result,) = model.eval()([image])
     assert result["instances"].has("pred_boxes")

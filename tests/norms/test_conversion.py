@@ -1,47 +1,79 @@
 """``convert_norms`` on models of torch, torchvision and Detectron2, against models built with the norm."""
 
+import contextlib
 import copy
 import functools
 import pickle
 import warnings
+from collections import Counter
 
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import torchvision
 from detectron2.layers import CycleBatchNormList, FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from torch import nn
 
 from gw_detectron import convert_norms
-from gw_detectron.errors import NormError
+from gw_detectron.config import changed_config, read_config
+from gw_detectron.errors import ConfigError, NormError
 from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
-from gw_detectron.model_zoo import get_config
 from gw_detectron.norms import norm_rows, resolve_norm
+from gw_detectron.norms.conversion import ConversionReport
 
 GW8 = "GW:groups=8,iters=5,eps=1e-05,solver=newton"
 
 
-def small(norm=nn.BatchNorm2d) -> nn.Sequential:
+IMAGE = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+
+
+def small(norm=nn.BatchNorm2d, **options) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3), norm(16), nn.ReLU(), nn.Conv2d(16, 16, 3), norm(16)
+        nn.Conv2d(3, 16, 3),
+        norm(16, **options),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3),
+        norm(16, **options),
     )
+
+
+def changed_layers(report: ConversionReport) -> list[str]:
+    return [row.layer for row in report.layers if row.after != row.before]
+
+
+def trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def trained(model: nn.Module) -> nn.Module:
     """Give norms random parameters and statistics."""
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for row in norm_rows(model):
-            layer = model.get_submodule(row.layer)
-            for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-                if tensor.is_floating_point():
-                    tensor.copy_(
-                        torch.rand(tensor.shape, generator=generator)
-                        + (0.5 if "var" in name else 0.1)
-                    )
+    for row in norm_rows(model):
+        layer = model.get_submodule(row.layer)
+        for name, tensor in layer.state_dict().items():
+            lowest = 0.5 if "var" in name else 0.1
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + lowest)
     return model
+
+
+def assert_equal_networks(model: nn.Module, built: nn.Module) -> None:
+    state = model.state_dict()
+    assert list(state) == list(built.state_dict())
+
+    built.load_state_dict(state)
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(model(x), built(x))
+
+
+@contextlib.contextmanager
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 @pytest.mark.parametrize("key", ["*", nn.BatchNorm2d, "ALL"])
@@ -49,17 +81,13 @@ def test_a_torchvision_network_equals_the_one_built_with_the_norm(key):
     """All norms; their parameters are 1 and 0."""
     torch.manual_seed(0)
     model = torchvision.models.resnet50()
-    built = torchvision.models.resnet50(
-        norm_layer=functools.partial(GroupWhitening2d, num_groups=8)
-    )
+    norm = functools.partial(GroupWhitening2d, num_groups=8)
+    built = torchvision.models.resnet50(norm_layer=norm)
+
     report = convert_norms(model, {key: "GW:groups=8"})
-    assert {row.after for row in report.layers} == {GW8} and {
-        row.before for row in report.layers
-    } == {"BN"}
-    assert list(model.state_dict()) == list(built.state_dict())
-    built.load_state_dict(model.state_dict())
-    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(model(x), built(x))
+
+    assert {row[1:] for row in report.layers} == {("BN", GW8)}
+    assert_equal_networks(model, built)
 
 
 @pytest.mark.parametrize(
@@ -67,109 +95,125 @@ def test_a_torchvision_network_equals_the_one_built_with_the_norm(key):
     [("S1", 1), ("S1-B1", 17), ("S1-B2", 17), ("S1-B12", 33), ("ALL", 53)],
 )
 def test_positions_are_those_of_the_configs(positions, count):
-    cfg = get_config("COCO-Detection/faster_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml")
-    cfg.MODEL.DEVICE, cfg.MODEL.RESNETS.NORM = "cpu", "BN"
-    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    changes = {"MODEL.DEVICE": "cpu", "MODEL.RESNETS.NORM": "BN", "MODEL.BACKBONE.FREEZE_AT": 0}
+    cfg = read_config("COCO-Detection/faster_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml")
+    cfg = changed_config(cfg, changes)
     cfg.MODEL.RESNETS.WHITEN_POSITIONS = positions
     built = build_model(cfg)
     cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
     model = build_model(cfg)
+
     report = convert_norms(model, positions)
-    assert sum(row.after != row.before for row in report.layers) == count
+
+    assert len(changed_layers(report)) == count
     assert norm_rows(model) == norm_rows(built)
     assert list(model.state_dict()) == list(built.state_dict())
 
 
 @pytest.mark.parametrize("name", ["fasterrcnn_resnet50_fpn", "retinanet_resnet50_fpn"])
 def test_torchvisions_detectors_train_with_two_norms(name):
-    model = getattr(torchvision.models.detection, name)(
-        weights=None, weights_backbone=None, min_size=64
-    )
+    build = getattr(torchvision.models.detection, name)
+    model = build(weights=None, weights_backbone=None, min_size=64)
+
     report = convert_norms(model, {"S1-B2": "GW:groups=32", "*": "GN"})
-    after = [row.after.partition(":")[0] for row in report.layers]
-    assert after.count("GW") == 17 and after.count("GN") == 53 - 17
-    target = {"boxes": torch.tensor([[8.0, 8.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
-    losses = model.train()([torch.rand(3, 64, 64)], [target])
-    assert all(loss.isfinite() for loss in losses.values())
-    sum(losses.values()).backward()
-    assert model.backbone.body.layer4[2].bn2.weight.grad.any()
-    assert "boxes" in model.eval()([torch.rand(3, 64, 64)])[0]
+
+    kinds = Counter(row.after.partition(":")[0] for row in report.layers)
+    assert kinds == {"GW": 17, "GN": 53 - 17}
+
+    picture = torch.rand(3, 64, 64)
+    target = {
+        "boxes": torch.tensor([[8.0, 8.0, 40.0, 40.0]]),
+        "labels": torch.tensor([1]),
+    }
+    losses = model.train()([picture], [target])
+    loss = sum(losses.values())
+    loss.backward()
+    assert loss.isfinite()
+    last_norm = model.backbone.body.layer4[2].bn2
+    assert last_norm.weight.grad.any()
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d", "seresnet50", "densenet121"])
-def test_a_timm_network_equals_the_one_built_with_the_norm(name):
-    norm = (
-        "GN" if name == "densenet121" else "GW:groups=8"
-    )  # a layer with its activation takes timm's norms only
-    built = timm.create_model(
-        name, norm_layer="groupnorm" if norm == "GN" else resolve_norm(norm), num_classes=3
-    )
+@pytest.mark.parametrize(
+    ("name", "norm", "norm_layer"),
+    [
+        ("resnet18", "GW:groups=8", resolve_norm("GW:groups=8")),
+        ("resnext50_32x4d", "GW:groups=8", resolve_norm("GW:groups=8")),
+        ("seresnet50", "GW:groups=8", resolve_norm("GW:groups=8")),
+        # a layer with its activation takes timm's norms only
+        ("densenet121", "GN", "groupnorm"),
+    ],
+)
+def test_a_timm_network_equals_the_one_built_with_the_norm(name, norm, norm_layer):
+    built = timm.create_model(name, norm_layer=norm_layer, num_classes=3)
     model = timm.create_model(name, num_classes=3)
+
     convert_norms(model, {"*": norm})
-    assert model.state_dict().keys() == built.state_dict().keys()
-    built.load_state_dict(model.state_dict())
-    x = torch.randn(2, 3, 64, 64)
-    assert torch.equal(model(x), built(x))
+
+    assert_equal_networks(model, built)
 
 
-def test_what_a_layer_keeps():
+def test_scale_shift_dtype_mode_and_frozen_parameters_stay():
     model = trained(small()).double().eval()
-    model[1].weight.requires_grad_(False)
-    model[1].bias.requires_grad_(False)
+    model[1].requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
+
     with pytest.warns(UserWarning, match=r"2 layers \(1, ...\) lose their running statistics"):
         convert_norms(model, {"*": "GW:groups=8"})
+
+    after = model.state_dict()
     for name in ("1.weight", "1.bias", "4.weight", "4.bias"):
-        assert torch.equal(model.state_dict()[name], before[name])
-    assert (
-        not model[1].weight.requires_grad
-        and not model[1].training
-        and model[1].weight.dtype == torch.float64
-    )
-    assert model[4].weight.requires_grad
+        assert torch.equal(after[name], before[name])
+    first, second = model[1], model[4]
+    assert first.weight.dtype == torch.float64
+    assert not first.training
+    assert not first.weight.requires_grad
+    assert second.weight.requires_grad
 
 
 @pytest.mark.parametrize("norm", ["SyncBN", "FrozenBN", "BN"])
 def test_running_statistics_stay_where_both_have_them(norm):
     model = trained(small(FrozenBatchNorm2d if norm == "BN" else nn.BatchNorm2d)).eval()
-    x = torch.randn(2, 3, 12, 12)
-    expected = model(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    variance = model[1].running_var.clone()
+    expected = model(IMAGE)
+
+    with no_warnings():
         convert_norms(model, {"*": norm})
-    if norm != "SyncBN":  # torch's needs a GPU
-        assert torch.allclose(model(x), expected, atol=1e-6)
-    assert torch.equal(model[1].running_var, model.state_dict()["1.running_var"])
-    assert model[1].running_var.ne(1).all()
+
+    assert torch.equal(model[1].running_var, variance)
     assert model[4].weight.requires_grad == (norm != "FrozenBN")
+    if norm != "SyncBN":  # torch's needs a GPU
+        assert torch.allclose(model(IMAGE), expected, atol=1e-6)
 
 
 def test_no_norm_and_no_affine():
-    model = small(functools.partial(nn.BatchNorm2d, affine=False))
+    model = small(nn.BatchNorm2d, affine=False)
+
     convert_norms(model, {"1": "", "4": "BW:channels=8"})
+
     assert isinstance(model[1], nn.Identity)
-    assert isinstance(model[4], BatchWhitening2d) and model[4].weight is None
-    assert model(torch.randn(2, 3, 12, 12)).isfinite().all()
+    assert isinstance(model[4], BatchWhitening2d)
+    assert model[4].weight is None
+    assert model(IMAGE).isfinite().all()
 
 
 def test_an_activation_inside_a_norm_stays():
-    model = small(functools.partial(timm.layers.BatchNormAct2d, act_layer=nn.SiLU))
-    names = [
-        name
-        for name in model.state_dict()
-        if "running" not in name and "num_batches" not in name
-    ]
-    convert_norms(model, {"*": "GW:groups=8"})
-    assert list(model.state_dict()) == names
+    model = small(timm.layers.BatchNormAct2d, act_layer=nn.SiLU)
+    names = [name for name in model.state_dict() if name.endswith(("weight", "bias"))]
     x = torch.randn(2, 16, 5, 5)
-    plain = GroupWhitening2d(16, 8)
-    assert torch.equal(model[1](x), nn.functional.silu(plain(x)))
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(copied[1](x), model[1](x)) and isinstance(
-            copied[1], GroupWhitening2d
-        )
+    whitened = GroupWhitening2d(16, 8)(x)
+    normalized = nn.GroupNorm(4, 16)(x)
+
+    convert_norms(model, {"*": "GW:groups=8"})
+
+    assert list(model.state_dict()) == names
+    copied = copy.deepcopy(model)
+    unpickled = pickle.loads(pickle.dumps(model))
+    for network in (model, copied, unpickled):
+        assert torch.equal(network[1](x), F.silu(whitened))
+
     convert_norms(model, {"*": "GN:groups=4"})
-    assert torch.equal(model[1](x), nn.functional.silu(nn.GroupNorm(4, 16)(x)))
+
+    assert torch.equal(model[1](x), F.silu(normalized))
 
 
 class BNAndReLU(nn.BatchNorm2d):
@@ -185,7 +229,7 @@ class Keeps(nn.Module):
 
 
 class GroupNormSiLU(nn.GroupNorm):
-    act = staticmethod(nn.functional.silu)  # no module
+    act = staticmethod(F.silu)  # no module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.act(super().forward(x))
@@ -198,17 +242,25 @@ def with_forward_of_its_own() -> nn.Sequential:
 
 
 def test_positions_are_those_of_the_network_with_blocks():
-    head = nn.ModuleDict({"conv1": nn.Conv2d(3, 64, 3), "bn1": nn.BatchNorm2d(64)})
-    model = nn.ModuleDict({"backbone": torchvision.models.resnet18(), "head": head})
+    norm = nn.BatchNorm2d(64)
+    head = nn.ModuleDict({"conv1": nn.Conv2d(3, 64, 3), "bn1": norm})
+    backbone = torchvision.models.resnet18()
+    model = nn.ModuleDict({"backbone": backbone, "head": head})
+
     report = convert_norms(model, "S1")
-    assert [row.layer for row in report.layers if row.after != row.before] == ["backbone.bn1"]
+
+    assert changed_layers(report) == ["backbone.bn1"]
 
 
 def test_a_global_response_norm_is_no_norm():
     """It adds to its input, and its scale starts at 0."""
     model = timm.create_model("convnextv2_atto")
+
     report = convert_norms(model, {"*": "GN:groups=1"})
-    assert report.layers and not any(".grn" in row.layer for row in report.layers)
+
+    names = [row.layer for row in report.layers]
+    assert names
+    assert not any(".grn" in name for name in names)
 
 
 @pytest.mark.parametrize(
@@ -223,66 +275,73 @@ def test_a_global_response_norm_is_no_norm():
     ],
 )
 def test_batch_whitening_starts_with_the_function_of_bn(norm, exact):
-    model = trained(small(functools.partial(nn.BatchNorm2d, eps=0.01))).eval()
-    x = torch.randn(2, 3, 12, 12)
-    expected = model(x)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    model = small(nn.BatchNorm2d, eps=0.01)
+    trained(model).eval()
+    expected = model(IMAGE)
+
+    with no_warnings() if exact else pytest.warns(UserWarning, match="low accuracy"):
         convert_norms(model, {"*": norm})
-    assert any("expect low accuracy" in str(warning.message) for warning in caught) != exact
-    assert torch.allclose(model(x), expected, atol=1e-5) == exact
+
+    output = model(IMAGE)
+    assert torch.allclose(output, expected, atol=1e-5) == exact
 
 
 def test_batch_whitening_keeps_its_own_statistics():
     model = small(BatchWhitening2d)
     model(torch.randn(4, 3, 12, 12))
-    x = torch.randn(2, 3, 12, 12)
-    expected = model.eval()(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    expected = model.eval()(IMAGE)
+
+    with no_warnings():
         convert_norms(model, {"*": "FrozenBW"})
-    assert torch.equal(model(x), expected)
-    with pytest.warns(UserWarning, match="expect low accuracy"):
+
+    assert torch.equal(model(IMAGE), expected)
+    with pytest.warns(UserWarning, match="low accuracy"):
         convert_norms(model, {"*": "BN"})
 
 
 def test_the_activation_of_a_layer_survives_its_freezing():
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), timm.layers.BatchNormAct2d(8, act_layer=nn.PReLU)
-    ).eval()
+    norm = timm.layers.BatchNormAct2d(8, act_layer=nn.PReLU)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm).eval()
     convert_norms(model, {"*": "BW"})
     nn.init.constant_(model[1].act.weight, 0.1)
-    x = torch.randn(2, 3, 12, 12)
-    expected = model(x)
-    model = FrozenBatchWhitening2d.convert(model)
-    assert isinstance(model[1], FrozenBatchWhitening2d) and torch.equal(model(x), expected)
-    assert not any(parameter.requires_grad for parameter in model[1].parameters())
-    convert_norms(
-        model := nn.Sequential(nn.BatchNorm2d(8)), {"*": "FrozenBW:channels=4,rotation=cayley"}
-    )
-    assert not any(parameter.requires_grad for parameter in model.parameters())
+    expected = model(IMAGE)
+
+    FrozenBatchWhitening2d.convert(model)
+
+    frozen = model[1]
+    assert isinstance(frozen, FrozenBatchWhitening2d)
+    assert not trains(frozen)
+    assert torch.equal(model(IMAGE), expected)
+
+
+def test_the_rotation_of_a_frozen_norm_is_frozen():
+    model = nn.Sequential(nn.BatchNorm2d(8))
+
+    convert_norms(model, {"*": "FrozenBW:channels=4,rotation=cayley"})
+
+    assert not trains(model)
 
 
 def test_one_value_per_group_is_a_warning():
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))
-    with pytest.warns(
-        UserWarning,
-        match=r"1 layers \(1, ...\) get one channel per group: .* Fix: keep them, by None",
-    ):
+
+    with pytest.warns(UserWarning, match=r"1 layers \(1, ...\) get one channel per group"):
         convert_norms(model, {"*": "GW"})
-    assert not model(torch.randn(5, 3)).any()
+
+    vectors = torch.randn(5, 3)
+    assert not model(vectors).any()
 
 
 def test_none_keeps_a_layer_and_a_second_name_is_found():
     model = small()
-    model.alias = model[4]  # a shared layer stays shared
+    model.alias = model[4]
+
     report = convert_norms(model, {"1": None, "alias": "GN:groups=4"})
-    assert (
-        isinstance(model[1], nn.BatchNorm2d)
-        and model.alias is model[4]
-        and isinstance(model[4], nn.GroupNorm)
-    )
-    assert [row.before == row.after for row in report.layers] == [True, False]
+
+    assert isinstance(model[1], nn.BatchNorm2d)
+    assert isinstance(model[4], nn.GroupNorm)
+    assert model.alias is model[4]  # a shared layer stays shared
+    assert changed_layers(report) == ["4"]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +384,7 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
         (
             small,
             "GW",
-            r"plan \('GW'\): fits none of 2 norm layers. Fix: give this norm to layers, e.g. {\"\*\": 'GW'}",
+            r"plan \('GW'\): fits none of 2 norm layers. Fix: .*{'\*': 'GW'}",
         ),
         (
             small,
@@ -413,38 +472,52 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
 def test_bad_input_changes_nothing(model, plan, message):
     made = model()
     before = list(made.modules())
-    with pytest.raises((NormError, ValueError), match=message):
+
+    with pytest.raises(ConfigError, match=message):
         convert_norms(made, plan)
+
     assert list(made.modules()) == before
 
 
 @pytest.mark.parametrize("norm", ["FrozenBN", "SyncBN", "BW:channels=8", "BRN"])
 def test_bn_by_the_batch_only_has_no_statistics_to_keep(norm):
-    model = small(functools.partial(nn.BatchNorm2d, track_running_stats=False))
+    model = small(nn.BatchNorm2d, track_running_stats=False)
+
     with pytest.raises(NormError, match="has no running statistics"):
         convert_norms(model, {"*": norm})
+
     convert_norms(model, {"*": "GN:groups=4"})
 
 
 @pytest.mark.parametrize("norm", ["GN:groups=8", "GN"])
 def test_a_norm_without_statistics_has_its_own_eps(norm):
     model = nn.Sequential(nn.BatchNorm2d(32, eps=0.1))
+
     convert_norms(model, {"*": norm})
+
     assert model[0].eps == 1e-5
 
 
 def test_norms_of_other_shapes_stay_bn():
-    model = nn.Sequential(nn.BatchNorm1d(8), CycleBatchNormList(2, num_features=8))
-    report = convert_norms(model, {"0": "BN", "1": "GN:groups=4"})
-    assert report.layers[0].after == "BatchNorm1d" == type(model[0]).__name__ and isinstance(
-        model[1], nn.GroupNorm
-    )
+    several = CycleBatchNormList(2, num_features=8)
+    model = nn.Sequential(nn.BatchNorm1d(8), several)
+
+    convert_norms(model, {"0": "BN", "1": "GN:groups=4"})
+
+    assert type(model[0]) is nn.BatchNorm1d
+    assert type(model[1]) is nn.GroupNorm
 
 
 @pytest.mark.parametrize(
     "norm", [torchvision.ops.FrozenBatchNorm2d, nn.SyncBatchNorm, "nnSyncBN"]
 )
 def test_a_class_states_no_eps_and_momentum_but_a_function_does(norm):
-    model = small(functools.partial(nn.BatchNorm2d, eps=0.1, momentum=0.3))
-    convert_norms(model, {"1": norm, "4": functools.partial(nn.SyncBatchNorm, eps=0.2)})
-    assert (model[1].eps, getattr(model[1], "momentum", 0.3), model[4].eps) == (0.1, 0.3, 0.2)
+    model = small(nn.BatchNorm2d, eps=0.1, momentum=0.3)
+    with_eps = functools.partial(nn.SyncBatchNorm, eps=0.2)
+
+    convert_norms(model, {"1": norm, "4": with_eps})
+
+    by_class, by_function = model[1], model[4]
+    assert by_class.eps == 0.1
+    assert getattr(by_class, "momentum", 0.3) == 0.3
+    assert by_function.eps == 0.2

@@ -5,7 +5,7 @@ import torch
 from detectron2.config import CfgNode
 from torch import Tensor
 
-from gw_detectron.model_zoo import get_config
+from gw_detectron.config import read_config
 from gw_detectron.weights import register_weights
 
 from .synthetic import authors_norms, authors_state, make_network
@@ -29,7 +29,7 @@ def r18_file(r18: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -
 def detector_cfg() -> CfgNode:
     """A small Faster R-CNN with FPN on a ResNet-18 with GW at S1-B1."""
     register_weights()
-    cfg = get_config("quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml")
+    cfg = read_config("quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml")
     backbone = {
         "RESNETS.NORM": "FrozenBN",
         "RESNETS.WHITEN_POSITIONS": "S1-B1",

@@ -8,9 +8,8 @@ import argparse
 
 from tabulate import tabulate
 
-from ...config import config_summary, read_config, shipped_configs
+from ...config import config_summary, list_configs, read_config, shipped_configs
 from ...errors import ConfigError
-from ...model_zoo import list_configs
 from ...modeling import build_checked_model
 from ...norms import norm_options, norm_table
 from ...ops.solvers import SOLVERS

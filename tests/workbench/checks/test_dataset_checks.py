@@ -9,11 +9,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from detectron2.config import LazyConfig
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from PIL import ExifTags, Image
 
+from gw_detectron.config import shipped_configs
 from gw_detectron.errors import DataError, MissingPackageError
-from gw_detectron.model_zoo import get_config
 from gw_detectron.weights import RUN_RECORD, RunRecord
 from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
 
@@ -350,7 +351,9 @@ def test_a_config_that_crops_polygons_needs_shapely(monkeypatch):
         importlib.util, "find_spec", lambda name: None if name == "shapely" else found(name)
     )
     with pytest.raises(MissingPackageError, match="shapely"):
-        get_config("new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ_GW.py")
+        LazyConfig.load(
+            str(shipped_configs()["new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ_GW.py"])
+        )
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,15 @@ import sys
 
 import pytest
 
-from gw_detectron.config import find_config_file, get_value, given_keys, read_config
+from gw_detectron.config import (
+    find_config_file,
+    get_value,
+    given_keys,
+    list_configs,
+    read_config,
+    shipped_configs,
+)
 from gw_detectron.errors import UserError
-from gw_detectron.model_zoo import get_config_file, list_configs
 from gw_detectron.workbench import commands
 from gw_detectron.workbench.commands import COMMANDS
 
@@ -142,7 +148,7 @@ def test_norms_are_listed_with_their_defaults_and_found_in_a_model(gw):
 )
 def test_the_folder_of_a_config_may_be_left_out(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert find_config_file(name) == get_config_file(DEMO)
+    assert find_config_file(name) == str(shipped_configs()[DEMO])
 
 
 def test_a_file_of_the_user_comes_before_a_shipped_config(tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 from PIL import Image
 
+from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, WeightsError
-from gw_detectron.model_zoo import get_config
 from gw_detectron.weights import RUN_RECORD, RunRecord, load_model
 from gw_detectron.workbench.commands.export import get_parser, main
 
@@ -28,7 +28,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def cfg():
-    cfg = get_config("quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml")
+    cfg = read_config("quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml")
     cfg.merge_from_list(SMALL)
     return cfg
 

@@ -9,7 +9,7 @@ from detectron2.modeling.backbone.resnet import BasicBlock, BasicStem
 from torch import Tensor, nn
 
 from gw_detectron import resolve_norm
-from gw_detectron.model_zoo import get_config
+from gw_detectron.config import read_config
 from gw_detectron.modeling.resnet import set_norms
 from gw_detectron.workbench.export.formats import open_onnx, open_pt2
 
@@ -92,7 +92,7 @@ def tiny_backbone(
 
 def detector_config(kind: str, **changes: object):
     """A config of few layers; in the names of ``changes``, "__" stands for a dot."""
-    cfg = get_config(CONFIGS[kind])
+    cfg = read_config(CONFIGS[kind])
     options = SMALL | {key.replace("__", "."): value for key, value in changes.items()}
     cfg.merge_from_list([word for pair in options.items() for word in pair])
     return cfg
