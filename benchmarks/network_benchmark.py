@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gw_detectron.workbench.dataset import synthetic_images
-from gw_detectron.workbench.images.reading import read_image
+from gw_detectron.workbench.images import read_image
 from gw_detectron.workbench.predict import open_predictor
 
 from .memory import memory_cells

@@ -19,7 +19,7 @@ from gw_detectron.norms import resolve_norm
 from gw_detectron.ops.solvers.solver import SOLVERS
 from gw_detectron.weights import open_start_weights
 from gw_detectron.workbench.export import export_detector
-from gw_detectron.workbench.images.reading import read_image
+from gw_detectron.workbench.images import read_image
 from gw_detectron.workbench.predict import find_sources, open_predictor, write_predictions
 from gw_detectron.workbench.run import main
 from gw_detectron.workbench.run.config_checks import preflight

@@ -13,7 +13,7 @@ from ...weights import detector_file
 from ...weights.opening import BEST_CHECKPOINT
 from .. import predict as prediction
 from ..console import MixedParser, check_folder, new_parser
-from ..predict.tiles import STATISTICS
+from ..predict.tiled_predictor import STATISTICS
 
 
 def get_parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from detectron2.data.detection_utils import create_keypoint_hflip_indices
 
 from ...errors import DataError, PreflightReport, similar_names, summarize_names
 from ...modeling.build import CLASS_COUNTS
-from ..images.reading import content_key, upright_size
+from ..images import content_key, upright_size
 from .annotation_checks import DatasetNeeds, Fault, check_coco, describe
 from .coco_files import COMPLETED, coco_of_records, read_json
 from .data_fit import check_fit
@@ -33,11 +33,6 @@ _MISSING = Fault(
 _UNREADABLE = Fault(
     "cannot be read or have another width x height",
     "correct them; the size is after EXIF rotation",
-)
-_TURNED = Fault(
-    "are turned or mirrored by EXIF and keep their size",
-    "check that boxes fit the rotated photo",
-    1,
 )
 _COPIES = Fault("are copies", "remove them; AP on images of the training is too high", 1)
 
@@ -275,18 +270,16 @@ def _check_images(
     ):
         return describe({_MISSING: missing}, len(images), "images")
     checked = images[:: -(-len(images) // _MOST_HEADERS)]
-    found: dict[Fault, list[str]] = {_UNREADABLE: [], _TURNED: [], _COPIES: []}
+    found: dict[Fault, list[str]] = {_UNREADABLE: [], _COPIES: []}
     for image in checked:
         path = os.path.join(root, image["file_name"])
         try:
-            width, height, is_ambiguous = upright_size(path, percentiles)
+            width, height = upright_size(path, percentiles)
         except DataError as error:
             found[_UNREADABLE].append(str(error).partition(" Fix: ")[0])
             continue
         if (width, height) != (image["width"], image["height"]):
             found[_UNREADABLE].append(f"'{image['file_name']}' is {width} x {height}")
-        elif is_ambiguous:
-            found[_TURNED].append(image["file_name"])
         *first, file = photos.setdefault(
             content_key(path), (name, image["id"], image["file_name"])
         )

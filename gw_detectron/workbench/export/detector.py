@@ -18,7 +18,7 @@ from ...atomic import atomic_folder
 from ...errors import ExportError
 from ...norms.listing import norm_counts
 from ..dataset import synthetic_images
-from ..images.reading import channels_first, evaluation_input, read_image
+from ..images import channels_first, evaluation_input, read_image
 from .base import DetectorProgram
 from .formats import PARITY, ExportedFile, check_format, write_parity, write_program
 from .meta_arch import detector_program

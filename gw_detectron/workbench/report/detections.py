@@ -18,7 +18,7 @@ from pycocotools.cocoeval import COCOeval
 
 from ..dataset.fingerprint import Fingerprint, read_fingerprint
 from ..dataset.geometry import is_polygon
-from ..images.reading import read_image
+from ..images import read_image
 from ..predict import draw_record
 from ..run.evaluation import dense_average_precision
 

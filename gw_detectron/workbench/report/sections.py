@@ -16,7 +16,7 @@ from PIL import Image
 from ...errors import UserError
 from ...modeling import build_checked_model
 from ...norms import norm_summary
-from ..images.reading import evenly_spread
+from ..images import evenly_spread
 from .detections import CORRECT, KINDS, Detections, ImageMatches
 from .run_folder import RunFolder
 

@@ -25,7 +25,7 @@ from torch import nn, no_grad
 
 from ...norms.names import norm_spec
 from ..dataset.fingerprint import read_fingerprint
-from ..images.reading import ImageNamingMapper
+from ..images import ImageNamingMapper
 from .folder import CONVERTED
 from .training_data import VALIDATION, seed_generators
 

@@ -45,8 +45,8 @@ from ...weights import (
 )
 from ..dataset.dataset_checks import wrong_evaluator
 from ..dataset.datasets_yaml import classes_of
+from ..images import ImageNamingMapper
 from ..images.augmentations import training_mapper
-from ..images.reading import ImageNamingMapper
 from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
 from .folder import clear_output, earlier_run, remove_files, restored_at_error
 from .hooks import BestWeights, LossGuard, SignalHook, TrainingEnded, WeightAverage
