@@ -78,10 +78,10 @@ class _TightBoxes(DatasetMapper):
 
 
 def build_augmentations(cfg: CfgNode) -> "list[_TorchvisionAugmentation]":
-    """Build ``INPUT.AUGMENTATIONS``: calls such as ``RandomCrop(size=512)``, of which no code is run.
+    """Build ``INPUT.AUGMENTATIONS`` from calls such as ``RandomCrop(size=512)``.
 
-    Other calls than of transforms, with plain values, that move boxes and masks along are a
-    ConfigError.
+    No code in them is run. Other calls than of transforms, with plain values, that move boxes and
+    masks along are a ConfigError.
     """
     return [_TorchvisionAugmentation(str(call), cfg) for call in cfg.INPUT.AUGMENTATIONS]
 

@@ -39,11 +39,11 @@ _OWN_ARGUMENTS = (
 
 
 class Predictor:
-    """Detect objects in an image, (H, W, 3) RGB uint8, as Detectron2's ``DefaultPredictor`` does in BGR.
+    """Detect objects in an image, (H, W, 3) RGB uint8, as Detectron2's ``DefaultPredictor``.
 
-    The result has the objects above a score, in pixels of this image, on the CPU: ``pred_boxes``,
-    ``scores``, ``pred_classes``, and ``pred_masks``, (N, H, W) bool, or ``pred_keypoints`` of a
-    model that has them.
+    That one takes BGR. The result has the objects above a score, in pixels of this image, on the
+    CPU: ``pred_boxes``, ``scores``, ``pred_classes``, and ``pred_masks``, (N, H, W) bool, or
+    ``pred_keypoints`` of a model that has them.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Predictor:
             (output,) = self.model([self.input(image)])
         if "instances" not in output:
             raise ConfigError(
-                f"MODEL.META_ARCHITECTURE ('{self.cfg.MODEL.META_ARCHITECTURE}'): predicts no boxes "
-                f"but {', '.join(output)}. Fix: give a detector."
+                f"MODEL.META_ARCHITECTURE ('{self.cfg.MODEL.META_ARCHITECTURE}'): predicts no "
+                f"boxes but {', '.join(output)}. Fix: give a detector."
             )
 
         instances = output["instances"].to("cpu")
@@ -123,9 +123,9 @@ def _config_beside(model: str) -> str:
     config_file = os.path.join(os.path.dirname(model), "config.yaml")
     if not os.path.isfile(config_file):
         raise MissingFileError(
-            f"MODEL ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file, "
-            f"or a run folder; `gw-detectron weights describe --config {shlex.quote(model)}` prints "
-            "the config that it was trained with."
+            f"MODEL ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file,"
+            f" or a run folder; `gw-detectron weights describe --config {shlex.quote(model)}` "
+            "prints the config that it was trained with."
         )
     return config_file
 

@@ -35,8 +35,8 @@ def write_preview(
     """Draw annotations of at most ``limit`` images; return the number of ``pictures``.
 
     They are of images that are evenly spread over ``annotations``, a file in COCO format; its
-    ``file_name`` is relative to the folder ``images``. ``counts.csv`` counts all objects that can be
-    drawn. An earlier preview is replaced.
+    ``file_name`` is relative to the folder ``images``. ``counts.csv`` counts all objects that can
+    be drawn. An earlier preview is replaced.
     """
     require_packages("pictures", "cv2")
     check_replaceable(Path(output), _FILES)

@@ -1,4 +1,4 @@
-"""Find images and videos, predict on them, and write a folder of results: COCO results and pictures."""
+"""Find images and videos, predict on them, and write a folder of results."""
 
 import csv
 import glob
@@ -172,10 +172,10 @@ def write_predictions(
     """Predict on images and videos, and write the folder ``output``.
 
     ``predictions.json`` is a list of COCO results, ``images.json`` lists images and categories as
-    COCO annotation files do, ``counts.csv`` counts objects, and ``pictures`` holds images and videos
-    with the objects drawn. Sources that cannot be read or need too much memory are left out. After
-    another error or Ctrl-C, ``output`` is unchanged, and the folder ``<output>.partial`` holds what
-    was done. Earlier predictions are replaced.
+    COCO annotation files do, ``counts.csv`` counts objects, and ``pictures`` holds images and
+    videos with the objects drawn. Sources that cannot be read or need too much memory are left
+    out. After another error or Ctrl-C, ``output`` is unchanged, and the folder
+    ``<output>.partial`` holds what was done. Earlier predictions are replaced.
     """
     check_output(output, sources)
     partial = Path(f"{Path(output).resolve()}.partial")
@@ -226,14 +226,19 @@ def _why_left_out(error: Exception) -> str:
     if isinstance(error, (DataError, MissingFileError)):
         return str(error)
     if is_out_of_memory(error):
-        return f"out of memory: {first_line(error)}. Fix: give --tiles, smaller ones, or --device cpu."
+        reason = f"out of memory: {first_line(error)}"
+        return f"{reason}. Fix: give --tiles, smaller ones, or --device cpu."
     raise error
 
 
 def _predict(
     predictor: Predictor | TiledPredictor, source: ImageSource, picture: Path | None
 ) -> Iterator[tuple[dict[str, Any], Instances]]:
-    """Predict on the images of a source and draw them; yield entries of ``images.json`` and objects."""
+    """Predict on the images of a source and draw them.
+
+    Yields:
+        the image's entry in ``images.json``, and its objects.
+    """
     images = source.images(
         predictor.cfg.INPUT.PERCENTILES, windows=isinstance(predictor, TiledPredictor)
     )
@@ -315,7 +320,10 @@ def write_counts(path: Path, images: _Rows, categories: _Rows, objects: _Rows) -
 
 
 def _picture_name(source: ImageSource, names: Collection[str]) -> str:
-    """Return the name of a drawn picture or video; one with an appended suffix is not in ``names``."""
+    """Return the name of a drawn picture or video.
+
+    Browsers show it. A name with an appended suffix is not in ``names``, those of other sources.
+    """
     end = ".mp4" if source.is_video else ".png"
     kept = (end,) if source.is_video else BROWSER_SUFFIXES
     if source.name.lower().endswith(kept):
@@ -328,9 +336,9 @@ def _picture_name(source: ImageSource, names: Collection[str]) -> str:
 
 
 class _Drawer:
-    """Draw the objects of a source, and write the picture or, with the first frame's size, an mp4 file.
+    """Draw the objects of a source, and write the picture or an mp4 file.
 
-    Without a path, it draws nothing.
+    A video has the size of its first frame. Without a path, nothing is drawn.
     """
 
     def __init__(self, source: ImageSource, path: Path | None, metadata: Metadata) -> None:

@@ -61,8 +61,8 @@ class TiledPredictor:
             )
         if not 0 <= overlap < tile:
             raise ConfigError(
-                f"overlap ({overlap}): not from 0 to {tile - 1}. Fix: give fewer pixels than a tile "
-                "has."
+                f"overlap ({overlap}): not from 0 to {tile - 1}. Fix: give fewer pixels than a "
+                "tile has."
             )
         if statistics not in STATISTICS:
             raise ConfigError(
@@ -77,10 +77,12 @@ class TiledPredictor:
         self.cfg = predictor.cfg
 
     def __call__(self, image: Any) -> Instances:
-        """Detect objects in an array, (H, W, 3) RGB uint8, or of :func:`~gw_detectron.workbench.images.open_image`.
+        """Detect objects in an image.
 
-        The result is as the predictor's, the highest score first. With several tiles the masks are
-        ``pred_masks_rle``, COCO's RLE of the image: (N, H, W) pixels would not fit into memory.
+        ``image`` is an array, (H, W, 3) RGB uint8, or of
+        :func:`~gw_detectron.workbench.images.open_image`. The result is as the predictor's, the
+        highest score first. With several tiles the masks are ``pred_masks_rle``, COCO's RLE of
+        the image: (N, H, W) pixels would not fit into memory.
         """
         windows = self.windows(image)
         if len(windows) == 1:
