@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from examples.shapes import draw_images
-from gw_detectron.workbench.images.reading import read_image
+from gw_detectron.workbench.images import read_image
 from gw_detectron.workbench.predict import open_predictor
 
 from .memory import memory_cells

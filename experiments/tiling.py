@@ -27,9 +27,9 @@ from matplotlib.figure import Figure
 from gw_detectron.errors import ConfigError
 from gw_detectron.layers import ImageStatistics
 from gw_detectron.workbench.console import progress_bar
-from gw_detectron.workbench.images.reading import channels_first
+from gw_detectron.workbench.images import channels_first
 from gw_detectron.workbench.predict import Predictor, TiledPredictor
-from gw_detectron.workbench.predict.tiles import Window
+from gw_detectron.workbench.predict.tiled_predictor import Window
 
 from . import add_reduced, trained_detector
 from .analysis_result import AnalysisResult, findings_of

@@ -19,7 +19,7 @@ from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError
 from gw_detectron.weights import load_model
 from gw_detectron.workbench.console import progress_bar
-from gw_detectron.workbench.images.reading import evaluation_input, read_image
+from gw_detectron.workbench.images import evaluation_input, read_image
 from gw_detectron.workbench.run.run_datasets import use_recorded_datasets
 
 

@@ -35,7 +35,6 @@ _DEFAULTS = {
     "SOLVER.EMA": 0.0,
     # before images are resized (colors: after), e.g. "RandomCrop(size=512)"
     "INPUT.AUGMENTATIONS": [],
-    "INPUT.SCALE_PER_BATCH": False,
     # such as [0.5, 99.5]; with [], images of more than 8 bits are refused
     "INPUT.PERCENTILES": [],
     "TEST.BEST": "",  # "bbox/AP", "validation/total_loss"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from detectron2.config import CfgNode
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
@@ -54,6 +55,16 @@ class Preprocessing:
     pixel_mean: tuple[float, ...]  # subtracted from values of 0 to 255
     pixel_std: tuple[float, ...]  # then divided by
     stride_in_1x1: bool  # the first 1x1 convolution of a stage has the stride, not the 3x3
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> "Preprocessing":
+        """Read the keys of a config that say how images become a detector's input."""
+        return cls(
+            cfg.INPUT.FORMAT,
+            tuple(cfg.MODEL.PIXEL_MEAN),
+            tuple(cfg.MODEL.PIXEL_STD),
+            cfg.MODEL.RESNETS.STRIDE_IN_1X1,
+        )
 
 
 # ImageNet weights of the authors, torchvision and timm: the released loader divides by 255, then normalizes.

@@ -21,7 +21,7 @@ from gw_detectron.ops.solvers.solver import SOLVERS
 from gw_detectron.weights import open_start_weights
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.export import export_detector
-from gw_detectron.workbench.images.reading import read_image
+from gw_detectron.workbench.images import read_image
 from gw_detectron.workbench.predict import find_sources, open_predictor, write_predictions
 from gw_detectron.workbench.run.checks import check_run
 

@@ -15,6 +15,7 @@ from ...config import read_config
 from ...errors import ConfigError
 from ...weights import (
     Checkpoint,
+    Preprocessing,
     check_recorded_config,
     detector_file,
     load_model,
@@ -23,7 +24,7 @@ from ...weights import (
 )
 from ..console import check_folder
 from ..dataset.source import class_metadata, classes_of
-from ..export import FORMATS, Normalization, export_backbone, export_detector, read_image_for
+from ..export import FORMATS, export_backbone, export_detector, read_image_for
 from .parsers import RunParser, new_parser
 
 _OF_BACKBONES = ("no_fpn", "pixels")
@@ -86,32 +87,37 @@ def get_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     for name in _OF_DETECTORS if args.backbone else _OF_BACKBONES:
         if getattr(args, name):
+            flag = name.replace("_", "-")
             use = "without" if args.backbone else "with"
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: only works {use} --backbone. Fix: leave it out."
-            )
+            raise ConfigError(f"--{flag}: only works {use} --backbone. Fix: leave it out.")
     check_folder(args.output)  # before minutes of work
+
     if args.run:
         weights = detector_file(args.run)
+        beside = os.path.join(os.path.dirname(weights), "config.yaml")
         args.opts = ["MODEL.WEIGHTS", weights, *args.opts]
-        args.config_file = args.config_file or os.path.join(
-            os.path.dirname(weights), "config.yaml"
-        )
+        args.config_file = args.config_file or beside
     cfg = read_config(args.config_file or "", args.opts)
     checkpoint = open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
     check_recorded_config(cfg, checkpoint)
-    report = (_export_backbone if args.backbone else _export_detector)(args, cfg, checkpoint)
+
+    export = _export_backbone if args.backbone else _export_detector
+    report = export(args, cfg, checkpoint)
     print(f"Weights: {cfg.MODEL.WEIGHTS}")
-    if args.backbone:
-        print(
-            f"Features differ from the model's by at most {report['worst_relative']:.1e} of their largest value."
-        )
-    else:
-        worst = ", ".join(f"{name} {value:.1e}" for name, value in report["worst"].items())
-        count = f"{report['detections_compared']} detections compared, {report['unmatched']} without counterpart"
-        print(f"Largest differences from the model: {worst}; {count}.")
+    print(_differences_of(report))
     print(
         f"{args.output}/{report['file']} agrees with the model; docs/export.md shows how to load it."
+    )
+
+
+def _differences_of(report: dict[str, Any]) -> str:
+    if "worst_relative" in report:
+        worst = f"{report['worst_relative']:.1e}"
+        return f"Features differ from the model's by at most {worst} of their largest value."
+    worst = ", ".join(f"{name} {value:.1e}" for name, value in report["worst"].items())
+    return (
+        f"Largest differences from the model: {worst}; {report['detections_compared']} detections "
+        f"compared, {report['unmatched']} without counterpart."
     )
 
 
@@ -123,7 +129,8 @@ def _export_backbone(
     return export_backbone(
         model.backbone,
         args.output,
-        Normalization.from_config(cfg, inside=args.pixels),
+        Preprocessing.from_config(cfg),
+        pixels=args.pixels,
         file_format=args.format,
         fpn=not args.no_fpn,
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
@@ -133,18 +140,19 @@ def _export_backbone(
 def _export_detector(
     args: argparse.Namespace, cfg: CfgNode, checkpoint: Checkpoint | None
 ) -> dict[str, Any]:
-    model = load_model(cfg, checkpoint=checkpoint)
+    image = None
+    if args.image:
+        image = read_image_for(cfg, args.image, resize=not args.one_image)
+    metadata = class_metadata(cfg, trained_classes(checkpoint))
     return export_detector(
-        model,
+        load_model(cfg, checkpoint=checkpoint),
         args.output,
         file_format=args.format,
-        image=read_image_for(cfg, args.image, resize=not args.one_image)
-        if args.image
-        else None,
+        image=image,
         sides=(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST),
         percentiles=cfg.INPUT.PERCENTILES,
         one_image=args.one_image,
         paste_masks=args.paste_masks,
-        classes=classes_of(class_metadata(cfg, trained_classes(checkpoint))),
+        classes=classes_of(metadata),
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
     )

@@ -13,7 +13,7 @@ from ...weights import detector_file
 from ...weights.opening import BEST_CHECKPOINT
 from .. import predict as prediction
 from ..console import check_folder
-from ..predict.tiles import STATISTICS
+from ..predict.tiled_predictor import STATISTICS
 from .parsers import MixedParser, new_parser
 
 
@@ -98,54 +98,74 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> bool:
     """Return whether all inputs were predicted."""
-    if args.tiles is None and (args.overlap, args.statistics) != (None, None):
+    if args.tiles is None and (args.overlap is not None or args.statistics is not None):
         raise ConfigError(
             "--overlap, --statistics: only for tiles. Fix: give --tiles, e.g. 1024."
         )
     check_folder(args.output)
     if args.preview:
-        given = {
-            name
-            for name, value in vars(args).items()
-            if value and value != get_parser().get_default(name)
-        }
-        if others := given - {"model", "output", "preview"}:
-            raise ConfigError(
-                f"--preview: takes no {', '.join(sorted(others))}. Fix: give only the folder of images."
-            )
-        count = prediction.write_preview(args.preview, args.model, args.output)
-        print(
-            f"{count} images with their annotations, and the number of objects in all images: {args.output}"
-        )
+        _preview(args)
         return True
+
     sources = prediction.find_sources(args.inputs)
     prediction.check_output(args.output, sources)  # before seconds of loading
     detector = detector_file(args.model)
-    whole = prediction.open_predictor(
+    predictor = _open_predictor(args, detector)
+    summary = prediction.write_predictions(
+        predictor, sources, args.output, pictures=not args.no_pictures
+    )
+
+    for name, reason in summary.failed.items():
+        print(f"{name}: {reason}", file=sys.stderr)
+    speed = summary.images / summary.seconds
+    print(
+        f"{summary.images} images, {summary.detections} objects with a score above "
+        f"{args.score_threshold:g}, {speed:.1f} images per second."
+    )
+    is_best = detector.endswith(BEST_CHECKPOINT)
+    print(f"Detector: {detector}{' (the best one by TEST.BEST)' if is_best else ''}")
+    print(f"Predictions: {args.output}")
+    return not summary.failed
+
+
+def _preview(args: argparse.Namespace) -> None:
+    """Draw annotations; refuse flags of the prediction."""
+    parser = get_parser()
+    given = {
+        name
+        for name, value in vars(args).items()
+        if value and value != parser.get_default(name)
+    }
+    others = given - {"model", "output", "preview"}
+    if others:
+        raise ConfigError(
+            f"--preview: takes no {', '.join(sorted(others))}. Fix: give only the folder of images."
+        )
+
+    count = prediction.write_preview(args.preview, args.model, args.output)
+    print(
+        f"{count} images with their annotations, and the number of objects in all images: "
+        f"{args.output}"
+    )
+
+
+def _open_predictor(
+    args: argparse.Namespace, detector: str
+) -> prediction.Predictor | prediction.TiledPredictor:
+    names = None
+    if args.class_names:
+        names = [name.strip() for name in args.class_names.split(",")]
+    predictor = prediction.open_predictor(
         detector,
         config_file=args.config_file,
         opts=args.opts,
         score_threshold=args.score_threshold,
         device=args.device,
-        class_names=args.class_names and [name.strip() for name in args.class_names.split(",")],
+        class_names=names,
     )
-    predictor: prediction.Predictor | prediction.TiledPredictor = whole
-    if args.tiles is not None:
-        overlap = args.tiles // 8 if args.overlap is None else args.overlap
-        predictor = prediction.TiledPredictor(
-            whole, args.tiles, overlap, args.statistics or "image"
-        )
-    summary = prediction.write_predictions(
-        predictor, sources, args.output, pictures=not args.no_pictures
-    )
-    for name, reason in summary.failed.items():
-        print(f"{name}: {reason}", file=sys.stderr)
-    print(
-        f"{summary.images} images, {summary.detections} objects with a score above {args.score_threshold:g}, "
-        f"{summary.images / summary.seconds:.1f} images per second."
-    )
-    print(
-        f"Detector: {detector}{' (the best one by TEST.BEST)' if detector.endswith(BEST_CHECKPOINT) else ''}"
-    )
-    print(f"Predictions: {args.output}")
-    return not summary.failed
+    if args.tiles is None:
+        return predictor
+
+    overlap = args.tiles // 8 if args.overlap is None else args.overlap
+    statistics = args.statistics or "image"
+    return prediction.TiledPredictor(predictor, args.tiles, overlap, statistics)

@@ -14,7 +14,7 @@ from detectron2.data.detection_utils import create_keypoint_hflip_indices
 
 from ...errors import DataError, PreflightError, similar_names, summarize_names
 from ...modeling.build import CLASS_COUNTS
-from ..images.reading import content_key, upright_size
+from ..images import content_key, upright_size
 from .annotation_checks import DatasetNeeds, Fault, check_coco, describe
 from .data_fit import check_fit
 from .fingerprint import Fingerprint

@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 from ...config import anchor_strides, get_value, training_sides
 from ...errors import ConfigError, DataError
 from ...modeling.build import object_count_keys
-from ..images.reading import evenly_spread, is_deep
+from ..images import evenly_spread, is_deep
 from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, read_fingerprint
 from .source import CocoDataset, CocoSource, open_coco, open_registered
 

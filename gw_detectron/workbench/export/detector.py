@@ -1,9 +1,9 @@
 """Export a whole detector, and compare its detections with the model's."""
 
-import functools
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,19 +17,20 @@ from torchvision.ops import box_iou
 from ...atomic import atomic_folder
 from ...errors import ExportError
 from ...norms.listing import norm_counts
-from ..images.reading import channels_first, evaluation_input, read_image
+from ..images import channels_first, evaluation_input, read_image
 from ..images.samples import sample_images
 from .base import DetectorProgram
 from .formats import PARITY, ExportedFile, check_format, write_parity, write_program
 from .meta_arch import detector_program
-from .one_image import OneImageProgram
+from .one_image import OneImageProgram, ResizeProgram
 
 _logger = logging.getLogger(__name__)
 
-#: largest allowed differences: of a coordinate in pixels, a score, a mask's probability or share of pixels, and of
-#: resized pixels, root mean square
+#: largest allowed differences: of a coordinate in pixels, a score, a mask's probability or share
+#: of pixels, and of resized pixels, root mean square
 TOLERANCES = {"boxes": 0.05, "scores": 1e-3, "masks": 0.01, "resized_pixels": 0.3}
-#: allowed share of detections without counterpart: NMS may decide near ties differently after a rounding
+#: allowed share of detections without counterpart: NMS may decide near ties differently after a
+#: rounding
 UNMATCHED = 0.02
 _SAME = 0.9  # IoU above which two boxes of a class are the same detection
 
@@ -47,80 +48,95 @@ def export_detector(
     classes: Mapping[int, str] | None = None,
     source: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Export a Faster R-CNN, Mask R-CNN or RetinaNet with FPN, and compare its detections with the model's.
+    """Export a detector with FPN, and compare its detections with the model's.
 
-    The exported function is a :class:`.DetectorProgram`: any number of images of any size, padded to one tensor; or a
-    :class:`.OneImageProgram`: one image of any size, which it resizes as evaluation does. It needs neither Detectron2
-    nor this package. The folder ``output`` gets the file and ``parity.json`` (the return value), both or none.
+    It is a Faster R-CNN, Mask R-CNN or RetinaNet.
+    The exported function is a :class:`.DetectorProgram`: any number of images of any size, padded
+    to one tensor; or a :class:`.OneImageProgram`: one image of any size, which it resizes as
+    evaluation does. It needs neither Detectron2 nor this package. The folder ``output`` gets the
+    file and ``parity.json`` (the return value), both or none.
 
     Args:
         model: the detector with its weights; it is copied and not changed.
-        output: the folder to create. It may exist if it is empty or holds an earlier export in the same format.
+        output: the folder to create. It may exist if it is empty or holds an earlier export in
+            the same format.
         file_format: ``pt2`` (torch.export) or ``onnx``.
-        image: pixels of 0 to 255 in the model's channel order, (3, H, W), to compare on; best with many objects.
-            Default: a drawn scene.
-        sides: shorter and longest side to which evaluation resizes images. With ``one_image``, the file does it; else
-            ``parity.json`` names them.
-        percentiles: ``INPUT.PERCENTILES``, which ``parity.json`` names: the file takes pixels that are scaled already.
+        image: pixels of 0 to 255 in the model's channel order, (3, H, W), to compare on; best
+            with many objects. Default: a drawn scene.
+        sides: shorter and longest side to which evaluation resizes images. With ``one_image``,
+            the file does it; else ``parity.json`` names them.
+        percentiles: ``INPUT.PERCENTILES``, which ``parity.json`` names: the file takes pixels
+            that are scaled already.
         one_image: whether the file takes one image in its original size.
         paste_masks: whether masks are binary and as large as the image; only with ``one_image``.
-        classes: names by category id, in the order of the detector's outputs, written into the file.
+        classes: names by category id, in the order of the detector's outputs, written into the
+            file.
         source: origin of the weights, copied to ``parity.json``.
 
     Raises:
-        ExportError: an argument is out of range, a part cannot be exported, or the file finds other objects.
+        ExportError: an argument is out of range, a part cannot be exported, or the file finds
+        other objects.
         FileAccessError: ``output`` holds other files.
         MissingPackageError: a package that the format needs is not installed.
     """
     check_format(file_format)
     if paste_masks and not one_image:
         raise ExportError(
-            "paste_masks (True): images of a batch differ in size. Fix: add one_image (--one-image)."
+            "paste_masks (True): images of a batch differ in size. Fix: add one_image "
+            "(--one-image)."
         )
     if one_image and sides is None:
         raise ExportError(
             "sides (None): one_image resizes inside the file. Fix: give pixels, e.g. (800, 1333)."
         )
     detector = detector_program(model, classes)
-    one = (
-        functools.partial(OneImageProgram, detector, sides, paste_masks)
-        if one_image and sides
-        else None
-    )
-    program = one() if one else detector
+    program: DetectorProgram | OneImageProgram = detector
+    resizing = None
+    if one_image and sides:
+        resizing = ResizeProgram(detector, sides)
+        program = OneImageProgram(detector, sides, paste_masks)
     if image is None:
-        image = channels_first(
-            convert_PIL_to_numpy(sample_images(1)[0], detector.model.input_format)
-        )
+        scene = convert_PIL_to_numpy(sample_images(1)[0], detector.model.input_format)
+        image = channels_first(scene)
     file = f"model.{file_format}"
     with atomic_folder(output, (PARITY, file)) as folder:
         _logger.info("Detecting with the model")
-        resize = write_program(one(resize_only=True), folder / file) if one else None
+        resize = write_program(resizing, folder / file) if resizing else None
         cases = reference_cases(program, image.detach().cpu().float(), resize)
+
         _logger.info("Writing %s", file)
         written = write_program(program, folder / file)
-        entries = {**written.description, "norm_layers": norm_counts(model)}
+        report = {**written.description, "norm_layers": norm_counts(model)}
         if sides is not None:
-            entries["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
+            report["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
         if percentiles:
-            entries["scaled_to_8_bits_by_percentiles"] = list(percentiles)
-        if one:
-            entries["compared_on"] = "the pixels that the file resizes"
+            report["scaled_to_8_bits_by_percentiles"] = list(percentiles)
+        if one_image:
+            report["compared_on"] = "the pixels that the file resizes"
+
         _logger.info("Comparing detections with the model's")
-        entries |= check_detections(written, cases)
-        return write_parity(folder / file, entries, source)
+        report |= check_detections(written, cases)
+        return write_parity(folder / file, report, source)
 
 
 def read_image_for(
     cfg: CfgNode, path: str | os.PathLike[str], *, resize: bool = True
 ) -> Tensor:
-    """Read an image as pixels of 0 to 255, (3, H, W); resize it as evaluation does unless ``resize`` is False."""
+    """Read an image as pixels of 0 to 255, (3, H, W).
+
+    ``resize``: resize it as evaluation does.
+    """
     pixels = read_image(path, cfg.INPUT.FORMAT, cfg.INPUT.PERCENTILES)
     return evaluation_input(pixels, cfg) if resize else channels_first(pixels)
 
 
-#: images of one call, Detectron2's detections in them, and the differences of resized pixels
-Case = tuple[list[Tensor], list[Instances], dict[str, float]]
+@dataclass
+class Case:
+    """Images of one call, and Detectron2's detections in them."""
+
+    images: list[Tensor]
+    expected: list[Instances]
+    rounding: dict[str, float] = field(default_factory=dict)  # differences of resized pixels
 
 
 def reference_cases(
@@ -128,31 +144,37 @@ def reference_cases(
     image: Tensor,
     resize: ExportedFile | None = None,
 ) -> list[Case]:
-    """Detect with Detectron2 in an image at three sizes, and in a padded batch if the program takes one.
+    """Detect with Detectron2 in an image at three sizes.
 
-    Runtimes round some resized pixels differently, which moves boxes. So Detectron2 detects in the pixels of
-    ``resize``, a file that only resizes, and these are compared with the model's.
+    If the program takes batches, also in a padded one. Runtimes round some resized pixels
+    differently, which moves boxes. So Detectron2 detects in the pixels of ``resize``, a file that
+    only resizes, and these are compared with the model's.
     """
-    smaller, larger = (
-        _resize(image, scale, program.smallest_side) for scale in ((0.6, 0.8), (1.3, 1.1))
-    )
-    image = _resize(image, (1.0, 1.0), program.smallest_side)
-    cases: list[Case] = []
+    scales = ((1.0, 1.0), (0.6, 0.8), (1.3, 1.1))
+    images = [_resize(image, scale, program.smallest_side) for scale in scales]
     if isinstance(program, DetectorProgram):
-        batches = ([image], [smaller], [larger], [image, smaller])
-        cases += [(images, program.expected(images), {}) for images in batches]
+        batches = [[image] for image in images]
+        batches.append(images[:2])
+        cases = [Case(batch, program.expected(batch)) for batch in batches]
     else:
-        for each in (image, smaller, larger):
-            own = program.resize(each)
-            pixels = resize.run(each)[0] if resize else own
-            rounding = {"resized_pixels": (pixels - own).square().mean().sqrt().item()}
-            cases.append(([each], [program.expected(each, pixels)], rounding))
-    if not any(len(found) for _, expected, _ in cases for found in expected):
+        cases = [_case_of_one(program, image, resize) for image in images]
+
+    numbers = [len(instances) for case in cases for instances in case.expected]
+    if not any(numbers):
         raise ExportError(
-            "image: the detector finds nothing in it, so that nothing can be compared. Fix: give another image "
-            "(--image), or a lower SCORE_THRESH_TEST of MODEL.ROI_HEADS or MODEL.RETINANET."
+            "image: the detector finds nothing in it, so that nothing can be compared. Fix: give "
+            "another image (--image), or a lower SCORE_THRESH_TEST of MODEL.ROI_HEADS or "
+            "MODEL.RETINANET."
         )
     return cases
+
+
+def _case_of_one(program: OneImageProgram, image: Tensor, resize: ExportedFile | None) -> Case:
+    own = program.resize(image)
+    pixels = resize.run(image)[0] if resize else own
+    rounding = (pixels - own).square().mean().sqrt().item()
+    expected = program.expected(image, pixels)
+    return Case([image], [expected], {"resized_pixels": rounding})
 
 
 def check_detections(file: ExportedFile, cases: Iterable[Case]) -> dict[str, Any]:
@@ -161,33 +183,33 @@ def check_detections(file: ExportedFile, cases: Iterable[Case]) -> dict[str, Any
     Detections are matched by class and IoU, as two of nearly equal score may change places.
     """
     reports: list[dict[str, Any]] = []
-    for images, expected, rounding in cases:
-        differences = [
-            _compare(*pair) | rounding
-            for pair in zip(detect(file, images), expected, strict=True)
-        ]
-        reports.append(
-            {"sizes": [list(tensor.shape[1:]) for tensor in images], "differences": differences}
-        )
-    compared = [each for report in reports for each in report["differences"]]
-    total, unmatched = (
-        sum(each[name] for each in compared) for name in ("detections", "unmatched")
-    )
-    names = [name for name in TOLERANCES if name in compared[0]]
-    worst = {
-        name: torch.tensor([each[name] for each in compared]).max().item() for name in names
-    }
+    compared: list[dict[str, Any]] = []
+    for case in cases:
+        pairs = zip(detect(file, case.images), case.expected, strict=True)
+        differences = [_compare(found, expected) | case.rounding for found, expected in pairs]
+        sizes = [list(image.shape[1:]) for image in case.images]
+        reports.append({"sizes": sizes, "differences": differences})
+        compared += differences
+
+    total = sum(differences["detections"] for differences in compared)
+    unmatched = sum(differences["unmatched"] for differences in compared)
     if unmatched > UNMATCHED * total:
         raise ExportError(
-            f"exported file: {unmatched} detections differ from the model's {total} in number, class or place; nothing "
-            "was written. Fix: try another --image, as near-equal scores can be ordered differently, or another format."
+            f"exported file: {unmatched} detections differ from the model's {total} in number, "
+            "class or place; nothing was written. Fix: try another --image, as near-equal scores "
+            "can be ordered differently, or another format."
         )
-    for name, value in worst.items():
+
+    worst = {}
+    for name in TOLERANCES.keys() & compared[0].keys():
+        values = torch.tensor([differences[name] for differences in compared])
+        value = values.max().item()  # NaN if one is
         if not value <= TOLERANCES[name]:  # also for NaN
             raise ExportError(
-                f"exported file: {name} differ from the model's by {value:.1e}, allowed is {TOLERANCES[name]:g}; "
-                "nothing was written. Fix: export in another format."
+                f"exported file: {name} differ from the model's by {value:.1e}, allowed is "
+                f"{TOLERANCES[name]:g}; nothing was written. Fix: export in another format."
             )
+        worst[name] = value
     return {
         "tolerance": {**TOLERANCES, "unmatched": UNMATCHED},
         "worst": worst,
@@ -198,19 +220,21 @@ def check_detections(file: ExportedFile, cases: Iterable[Case]) -> dict[str, Any
 
 
 def detect(file: ExportedFile, images: Sequence[Tensor]) -> list[Instances]:
-    """Run an exported detector on images, (3, H, W): in one padded batch, or one by one, as the file takes them."""
-    expected = file.description["input"]
+    """Run an exported detector on images, (3, H, W), in one padded batch if it takes one."""
+    given = file.description["input"]
     rows: Iterable[Sequence[Tensor]]
     with torch.no_grad():
-        if expected["name"] == "images":
-            rows = zip(*file.run(*_pad_batch(images, expected["smallest_side"])), strict=True)
+        if given["name"] == "images":
+            batch, sizes = _pad_batch(images, given["smallest_side"])
+            rows = zip(*file.run(batch, sizes), strict=True)
         else:
             rows = [file.run(image) for image in images]
-    named = [dict(zip(file.description["outputs"], row, strict=True)) for row in rows]
-    return [
-        _to_instances(image.shape[1:], outputs)
-        for image, outputs in zip(images, named, strict=True)
-    ]
+
+    instances = []
+    for image, row in zip(images, rows, strict=True):
+        outputs = dict(zip(file.description["outputs"], row, strict=True))
+        instances.append(_to_instances(image.shape[1:], outputs))
+    return instances
 
 
 def _pad_batch(images: Sequence[Tensor], smallest_side: int) -> tuple[Tensor, Tensor]:
@@ -218,10 +242,12 @@ def _pad_batch(images: Sequence[Tensor], smallest_side: int) -> tuple[Tensor, Te
     sizes = torch.tensor([image.shape[1:] for image in images])
     height, width = sizes.amax(0).clamp(min=smallest_side).tolist()
     # white padding: the file has to replace it
-    pads = [(0, width - image.shape[2], 0, height - image.shape[1]) for image in images]
-    return torch.stack(
-        [F.pad(image, pad, value=255.0) for image, pad in zip(images, pads, strict=True)]
-    ), sizes
+    channels = images[0].shape[0]
+    batch = torch.full((len(images), channels, height, width), 255.0)
+    for row, image in zip(batch, images, strict=True):
+        rows, columns = image.shape[1:]
+        row[:, :rows, :columns] = image
+    return batch, sizes
 
 
 def _to_instances(size: Sequence[int], outputs: Mapping[str, Tensor]) -> Instances:
@@ -229,48 +255,52 @@ def _to_instances(size: Sequence[int], outputs: Mapping[str, Tensor]) -> Instanc
     count = int(outputs["count"])
     result = Instances(tuple(size))
     result.pred_boxes = Boxes(outputs["boxes"][:count])
-    result.scores, result.pred_classes = outputs["scores"][:count], outputs["classes"][:count]
+    result.scores = outputs["scores"][:count]
+    result.pred_classes = outputs["classes"][:count]
     if "masks" in outputs:
         masks = outputs["masks"][:count]
-        result.pred_masks = (
-            masks if masks.dtype == torch.bool else masks[:, None]
-        )  # as Detectron2 shapes them
+        is_pasted = masks.dtype == torch.bool
+        result.pred_masks = masks if is_pasted else masks[:, None]  # as Detectron2 shapes them
     return result
 
 
 def _compare(found: Instances, expected: Instances) -> dict[str, Any]:
-    """Match detections one to one; return the largest differences and the number of those left over."""
-    same_class = found.pred_classes[:, None] == expected.pred_classes
-    overlap = box_iou(found.pred_boxes.tensor, expected.pred_boxes.tensor) * same_class
-    pairs: list[tuple[int, int]] = []
-    while overlap.numel() and overlap.max() > _SAME:
-        row, column = divmod(int(overlap.argmax()), overlap.shape[1])
-        pairs.append((row, column))
-        overlap[row], overlap[:, column] = 0, 0
-    rows, columns = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
+    """Match detections of a class by IoU.
+
+    Returns:
+        the largest differences, and the number of detections without a match.
+    """
+    is_same_class = found.pred_classes[:, None] == expected.pred_classes
+    iou = box_iou(found.pred_boxes.tensor, expected.pred_boxes.tensor)
+    is_match = is_same_class & (iou > _SAME)  # one to one after NMS
+    matched = [int(is_match.any(dim).sum()) for dim in (0, 1)]
+
+    rows, columns = is_match.nonzero(as_tuple=True)
     a, b = found[rows], expected[columns]
     result = {
         "boxes": _largest(a.pred_boxes.tensor - b.pred_boxes.tensor),
         "scores": _largest(a.scores - b.scores),
         "detections": len(expected),
-        "unmatched": len(found) + len(expected) - 2 * len(pairs),
+        "unmatched": len(found) + len(expected) - 2 * min(matched),
     }
     if expected.has("pred_masks"):
-        a, b = a.pred_masks, b.pred_masks
-        pasted = b.dtype == torch.bool
-        result["masks"] = (
-            ((a ^ b).sum() / (a | b).sum().clamp(min=1)).item() if pasted else _largest(a - b)
-        )
+        result["masks"] = _difference_of_masks(a.pred_masks, b.pred_masks)
     return result
 
 
+def _difference_of_masks(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of probabilities, or the share of pixels of pasted masks."""
+    if a.dtype != torch.bool:
+        return _largest(a - b)
+    union = (a | b).sum().clamp(min=1)
+    return float((a ^ b).sum() / union)
+
+
 def _largest(difference: Tensor) -> float:
-    return difference.abs().max().item() if difference.numel() else 0.0
+    return float(difference.abs().max()) if difference.numel() else 0.0
 
 
 def _resize(image: Tensor, scale: tuple[float, float], smallest: int) -> Tensor:
-    sides = [
-        max(smallest, int(side * factor))
-        for side, factor in zip(image.shape[1:], scale, strict=True)
-    ]
+    pairs = zip(image.shape[1:], scale, strict=True)
+    sides = [max(smallest, int(side * factor)) for side, factor in pairs]
     return F.interpolate(image[None], sides, mode="bilinear", antialias=True)[0]

@@ -14,8 +14,9 @@ import torchvision  # noqa: F401  # registers operators that exported detectors 
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from ...errors import ExportError
+from ...errors import ConfigError, ExportError
 from ...installation import TOOL, package_versions, require_packages
+from ...weights import Preprocessing
 from ...weights.reading import sha256_of
 
 FORMATS = ("pt2", "onnx")
@@ -31,6 +32,35 @@ def check_format(file_format: str) -> None:
         raise ExportError(
             f"file_format ({file_format!r}): unknown. Fix: use one of {', '.join(FORMATS)}."
         )
+
+
+def check_channels(preprocessing: Preprocessing) -> None:
+    channels = preprocessing.input_format
+    counts = {len(preprocessing.pixel_mean), len(preprocessing.pixel_std)}
+    if channels not in ("RGB", "BGR", "L") or counts != {len(channels)}:
+        raise ConfigError(
+            f"INPUT.FORMAT ({channels!r}): only models of color or gray images are exported. Fix: "
+            "use RGB or BGR with three values of MODEL.PIXEL_MEAN and PIXEL_STD, or L with one."
+        )
+
+
+def describe_images(
+    preprocessing: Preprocessing, *, inside: bool, **sizes: int
+) -> dict[str, Any]:
+    """Describe the input of a program as plain values, for metadata and reports.
+
+    ``inside``: the program normalizes pixels of 0 to 255 itself, else it takes normalized images.
+    """
+    return {
+        "name": "images",
+        "type": "float32",
+        "shape": ["N", len(preprocessing.pixel_mean), "H", "W"],
+        "channels": preprocessing.input_format,
+        "pixel_mean": preprocessing.pixel_mean,
+        "pixel_std": preprocessing.pixel_std,
+        "inside": inside,
+        **sizes,
+    }
 
 
 @dataclass(frozen=True)
@@ -56,15 +86,14 @@ def open_onnx(path: Path) -> ExportedFile:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()  # else OMP_NUM_THREADS has no effect
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    inputs = [each.name for each in session.get_inputs()]
+    names = [node.name for node in session.get_inputs()]
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        feed = {name: tensor.numpy() for name, tensor in zip(inputs, tensors, strict=True)}
+        feed = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
         return [torch.from_numpy(output) for output in session.run(None, feed)]
 
-    return ExportedFile(
-        run, json.loads(session.get_modelmeta().custom_metadata_map.get(DESCRIPTION, "{}"))
-    )
+    metadata = session.get_modelmeta().custom_metadata_map
+    return ExportedFile(run, json.loads(metadata.get(DESCRIPTION, "{}")))
 
 
 def random_pixels(*shape: int, seed: int = 0) -> Tensor:
@@ -73,35 +102,31 @@ def random_pixels(*shape: int, seed: int = 0) -> Tensor:
 
 
 def write_program(program: Any, path: Path) -> ExportedFile:
-    """Write a FeatureExtractor, DetectorProgram or OneImageProgram in the format of the path's suffix."""
+    """Write a program in the format of the path's suffix.
+
+    It is a FeatureExtractor, DetectorProgram or OneImageProgram.
+    """
     if path.suffix == ".onnx":
         require_packages("format ('onnx')", "onnx", "onnxscript", "onnxruntime")
-    inputs, shapes = tuple(program.sample_inputs().values()), program.dynamic_shapes()
     with torch.no_grad():
-        exported = torch.export.export(program, inputs, dynamic_shapes=shapes, strict=False)
+        exported = torch.export.export(
+            program,
+            tuple(program.sample_inputs().values()),
+            dynamic_shapes=program.dynamic_shapes(),
+            strict=False,
+        )
     if path.suffix == ".onnx":
         return _write_onnx(program, exported, path)
-    file = (
-        io.BytesIO()
-    )  # torch aborts the process when the disk is full, so serialize to memory first
+
+    file = io.BytesIO()  # to memory first: torch aborts the process when the disk is full
     torch.export.save(exported, file, extra_files={DESCRIPTION: json.dumps(program.describe())})
     path.write_bytes(file.getbuffer())
     return open_pt2(path)
 
 
 def _write_onnx(program: Any, exported: ExportedProgram, path: Path) -> ExportedFile:
-    names: dict[str, Any] = {
-        "input_names": list(program.sample_inputs()),
-        "output_names": program.names,
-    }
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecations inside torch's own exporter
-            onnx = torch.onnx.export(
-                exported, dynamo=True, optimize=False, verbose=False, **names
-            )
-            assert onnx is not None  # torch returns a program if dynamo=True
-            _simplify(onnx.model)
+        onnx = _convert_to_onnx(program, exported)
     except torch.onnx.OnnxExporterError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
@@ -109,26 +134,38 @@ def _write_onnx(program: Any, exported: ExportedProgram, path: Path) -> Exported
         raise ExportError(
             f"format ('onnx'): ONNX cannot express this model: {cause}. Fix: use pt2."
         ) from error
-    description = program.describe()
-    given = description["input"]
-    given["smallest_side"] = given[
-        "multiple_of"
-    ]  # no guards that refuse small images, unlike torch.export
-    shape: Any = onnx.model.graph.inputs[0].shape
-    axes = zip(shape, given["shape"], strict=True)
+
+    description = program.describe() | {"opset": onnx.model.opset_imports[""]}
+    images = description["input"]
+    # no guards that refuse small images, unlike torch.export
+    images["smallest_side"] = images["multiple_of"]
+    axes = zip(onnx.model.graph.inputs[0].shape, images["shape"], strict=True)
     onnx.rename_axes({axis: name for axis, name in axes if isinstance(name, str)})
-    onnx.model.metadata_props[DESCRIPTION] = json.dumps(
-        description | {"opset": onnx.model.opset_imports[""]}
-    )
+    onnx.model.metadata_props[DESCRIPTION] = json.dumps(description)
     onnx.save(path, external_data=False)
     return open_onnx(path)
+
+
+def _convert_to_onnx(program: Any, exported: ExportedProgram) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations inside torch's own exporter
+        onnx: Any = torch.onnx.export(
+            exported,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+            input_names=list(program.sample_inputs()),
+            output_names=program.names,
+        )
+        _simplify(onnx.model)
+    return onnx
 
 
 def _simplify(model: Any) -> None:
     """Fold constants and batch norms, and remove what is repeated or unused.
 
-    The optimizer of torch's exporter searches pairs of slices in time quadratic in the number of nodes: it takes three
-    times as long (118 s instead of 40 s for Mask R-CNN R-50 FPN).
+    The optimizer of torch's exporter searches pairs of slices in time quadratic in the number of
+    nodes: it takes three times as long (118 s instead of 40 s for Mask R-CNN R-50 FPN).
     """
     from onnx_ir.passes import Sequential, common
     from onnxscript.optimizer import fold_constants, inline

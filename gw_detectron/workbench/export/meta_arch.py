@@ -1,15 +1,18 @@
-"""Faster R-CNN, Mask R-CNN and RetinaNet as functions of tensors, with post-processing of fixed shapes."""
+"""Faster R-CNN, Mask R-CNN and RetinaNet as functions of tensors.
+
+Their post-processing has fixed shapes.
+"""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from detectron2.layers import ROIAlign
 from detectron2.modeling import FPN, GeneralizedRCNN, RetinaNet
 from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
 from detectron2.modeling.box_regression import Box2BoxTransform
+from detectron2.modeling.meta_arch.dense_detector import permute_to_N_HWA_K
 from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 from detectron2.modeling.poolers import ROIPooler
 from detectron2.modeling.proposal_generator import RPN
@@ -29,7 +32,18 @@ from ...modeling import (
     GWRetinaNet,
     GWRetinaNetHead,
 )
-from .base import NO_BOX, DetectorProgram, clip, rows_with_dummies, suppress, take, top
+from .base import (
+    NO_BOX,
+    DetectorProgram,
+    box_sides,
+    clip,
+    finite_only,
+    rows_with_dummies,
+    suppress,
+    take,
+    top,
+    with_first_row,
+)
 
 # attribute -> the classes that are exported; a subclass may compute something else
 _BOXES = {
@@ -59,7 +73,8 @@ def detector_program(
     """Return a detector as a function of tensors; see :class:`.DetectorProgram`.
 
     Raises:
-        ExportError: the class of a part is none of those that are exported, or an argument is out of range.
+        ExportError: the class of a part is none of those that are exported, or an argument is out
+        of range.
     """
     _check_part("model", model, (GeneralizedRCNN, RetinaNet, GWRetinaNet))
     if not isinstance(model.backbone, FPN):
@@ -71,23 +86,29 @@ def detector_program(
     heads: Any = model.roi_heads
     if heads.keypoint_on:
         _refuse("MODEL.KEYPOINT_ON (True): keypoints are not exported")
+    _check_pooler(model, "box_pooler")
     if heads.mask_on:
         _check_parts(model, _MASKS)
-    for name in ("box_pooler", "mask_pooler") if heads.mask_on else ("box_pooler",):
-        for layer in getattr(heads, name).level_poolers:
-            _check_part(f"model.roi_heads.{name}", layer, (ROIAlign,))
+        _check_pooler(model, "mask_pooler")
     return RCNNProgram(model, classes)
 
 
 def _check_parts(model: nn.Module, parts: Mapping[str, tuple[type, ...]]) -> None:
     for name, classes in parts.items():
-        _check_part(f"model.{name}", operator.attrgetter(name)(model), classes)
+        part = operator.attrgetter(name)(model)
+        _check_part(f"model.{name}", part, classes)
+
+
+def _check_pooler(model: Any, name: str) -> None:
+    for layer in getattr(model.roi_heads, name).level_poolers:
+        _check_part(f"model.roi_heads.{name}", layer, (ROIAlign,))
 
 
 def _check_part(where: str, part: Any, classes: tuple[type, ...]) -> None:
     if type(part) not in classes:
         names = " and ".join(cls.__name__ for cls in classes)
-        _refuse(f"{where} ('{type(part).__name__}'): cannot be exported; {names} can")
+        own = type(part).__name__
+        _refuse(f"{where} ('{own}'): cannot be exported; {names} can")
 
 
 def _refuse(problem: str) -> None:
@@ -99,35 +120,42 @@ class RCNNProgram(DetectorProgram):
 
     max_detections_attr = "test_topk_per_image"
 
+    def __init__(self, model: nn.Module, classes: Mapping[int, str] | None = None) -> None:
+        super().__init__(model, classes)
+        if self.model.roi_heads.mask_on:
+            self.names.insert(3, "masks")
+
     @property
     def head(self) -> Any:
         return self.model.roi_heads.box_predictor
 
     def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
         heads = self.model.roi_heads
-        proposals, real = _propose(self.model.proposal_generator, features, sizes)
+        proposals, is_real = _propose(self.model.proposal_generator, features, sizes)
         boxes, scores = _predict(heads, features, proposals)
-        finite = boxes.isfinite().flatten(2).all(2) & scores.isfinite().all(2)
-        boxes = clip(
-            torch.where(finite[:, :, None, None], boxes, 0).flatten(1, 2), sizes
-        ).view_as(boxes)
+        is_finite = boxes.isfinite().flatten(2).all(2)
+        is_finite &= scores.isfinite().all(2)
+
+        num_classes = self.head.num_classes
+        is_broken = ~is_finite[:, :, None, None]
+        boxes = boxes.masked_fill(is_broken, 0)
+        boxes = boxes.expand(-1, -1, num_classes, -1)  # class-agnostic ones
+        boxes = clip(boxes.flatten(1, 2), sizes)
+
         scores = scores[:, :, :-1]  # without the background
-        predictor = heads.box_predictor
-        wanted = (finite & real)[:, :, None] & (scores > self.score_threshold)
-        scores = torch.where(wanted, scores, NO_BOX).flatten(1)
-        boxes = boxes.expand(-1, -1, predictor.num_classes, -1).flatten(
-            1, 2
-        )  # for class-agnostic boxes
-        classes = torch.arange(predictor.num_classes, device=scores.device).repeat(
-            proposals.shape[1]
-        )
-        scores = suppress(
-            boxes, scores, classes, predictor.num_classes, predictor.test_nms_thresh
-        )
-        boxes, scores, classes, count = self.select(boxes, scores, classes.expand_as(scores))
+        is_usable = is_finite & is_real
+        is_wanted = is_usable[:, :, None] & (scores > self.score_threshold)
+        scores = scores.masked_fill(~is_wanted, NO_BOX).flatten(1)
+        classes = torch.arange(num_classes, device=scores.device)
+        classes = classes.repeat(proposals.shape[1])
+        scores = suppress(boxes, scores, classes, num_classes, self.head.test_nms_thresh)
+
+        classes = classes.expand_as(scores)
+        boxes, scores, classes, count = self.select(boxes, scores, classes)
         if not heads.mask_on:
             return boxes, scores, classes, count
-        return boxes, scores, classes, _masks(heads, features, boxes, classes), count
+        masks = _masks(heads, features, boxes, classes)
+        return boxes, scores, classes, masks, count
 
 
 class RetinaNetProgram(DetectorProgram):
@@ -143,83 +171,87 @@ class RetinaNetProgram(DetectorProgram):
         model = self.model
         maps = [features[name] for name in model.head_in_features]
         all_boxes, all_scores, all_classes = [], [], []
-        for logits, deltas, anchors in zip(
-            *model.head(maps), _grid_anchors(model.anchor_generator, maps), strict=True
-        ):
-            scores = _per_anchor(logits, model.num_classes).flatten(1).sigmoid()
+        for logits, deltas, anchors in _dense_predictions(model.head, model, maps):
+            scores = permute_to_N_HWA_K(logits, model.num_classes).flatten(1).sigmoid()
             scores = torch.where(scores > self.score_threshold, scores, NO_BOX)
             scores, index = top(scores, model.test_topk_candidates)
-            all_boxes.append(
-                _decode(model.box2box_transform, deltas, anchors, index // model.num_classes)
-            )
+            boxes = _decode(model, deltas, anchors, index // model.num_classes)
+
+            all_boxes.append(boxes)
             all_scores.append(scores)
             all_classes.append(index % model.num_classes)
-        boxes, scores, classes = (
-            torch.cat(values, 1) for values in (all_boxes, all_scores, all_classes)
-        )
-        finite = boxes.isfinite().all(2)
-        boxes, scores = (
-            torch.where(finite[:, :, None], boxes, 0),
-            torch.where(finite, scores, NO_BOX),
-        )
+
+        boxes = torch.cat(all_boxes, 1)
+        scores = torch.cat(all_scores, 1)
+        classes = torch.cat(all_classes, 1)
+        boxes, scores = finite_only(boxes, scores)
         scores = suppress(boxes, scores, classes, model.num_classes, model.test_nms_thresh)
         return self.select(clip(boxes, sizes), scores, classes)
 
 
-def _grid_anchors(
-    generator: DefaultAnchorGenerator, features: Sequence[Tensor]
-) -> list[Tensor]:
-    """Place the anchors of a generator on feature maps, (N, C, H, W); return one (H * W * A, 4) per level."""
-    anchors = []
-    for feature, stride, cell in zip(
-        features, generator.strides, generator.cell_anchors, strict=True
-    ):
-        y, x = (
-            (torch.arange(side, device=cell.device) + generator.offset) * stride
-            for side in feature.shape[-2:]
-        )
-        y, x = y[:, None].expand(-1, feature.shape[-1]), x.expand(feature.shape[-2], -1)
-        anchors.append((torch.stack((x, y, x, y), 2)[:, :, None] + cell).reshape(-1, 4))
-    return anchors
+def _dense_predictions(
+    head: nn.Module, owner: Any, features: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield logits, deltas and anchors of each feature map."""
+    logits, deltas = head(features)
+    generator = owner.anchor_generator
+    levels = zip(features, generator.strides, generator.cell_anchors, strict=True)
+    anchors = [_place_anchors(generator.offset, *level) for level in levels]
+    return zip(logits, deltas, anchors, strict=True)
 
 
-def _per_anchor(prediction: Tensor, values: int) -> Tensor:
-    """Reorder a dense prediction, (N, A * values, H, W) -> (N, H * W * A, values)."""
-    return prediction.unflatten(1, (-1, values)).permute(0, 3, 4, 1, 2).flatten(1, 3)
+def _place_anchors(offset: float, feature: Tensor, stride: int, cell: Tensor) -> Tensor:
+    """Place the anchors of a cell on a feature map.
+
+    Shape: (N, C, H, W), (A, 4) -> (H * W * A, 4).
+    """
+    height, width = feature.shape[-2:]
+    rows = torch.arange(height, device=cell.device)
+    columns = torch.arange(width, device=cell.device)
+    y = (rows + offset) * stride
+    x = (columns + offset) * stride
+    y = y[:, None].expand(-1, width)
+    x = x.expand(height, -1)
+    corners = torch.stack((x, y, x, y), 2)
+    anchors = corners[:, :, None] + cell
+    return anchors.reshape(-1, 4)
 
 
-def _decode(
-    transform: Box2BoxTransform, prediction: Tensor, anchors: Tensor, index: Tensor
-) -> Tensor:
-    """Decode the deltas, (N, A * 4, H, W), of the selected anchors, (N, K), of a level to boxes, (N, K, 4)."""
-    deltas = take(_per_anchor(prediction, 4), index)
-    return transform.apply_deltas(deltas.flatten(0, 1), anchors[index].flatten(0, 1)).view_as(
-        deltas
+def _decode(owner: Any, prediction: Tensor, anchors: Tensor, index: Tensor) -> Tensor:
+    """Decode the deltas of selected anchors of a level to boxes.
+
+    Shape: deltas (N, A * 4, H, W), index (N, K) -> (N, K, 4).
+    """
+    deltas = take(permute_to_N_HWA_K(prediction, 4), index)
+    boxes = owner.box2box_transform.apply_deltas(
+        deltas.flatten(0, 1), anchors[index].flatten(0, 1)
     )
+    return boxes.view_as(deltas)
 
 
 def _propose(rpn: RPN, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Propose R boxes, (N, R, 4), as ``find_top_rpn_proposals`` does; also return which rows hold one, (N, R)."""
+    """Propose R boxes, (N, R, 4), as ``find_top_rpn_proposals`` does.
+
+    The second result tells which rows hold one, (N, R).
+    """
     maps = [features[name] for name in rpn.in_features]
-    predictions = zip(
-        *rpn.rpn_head(maps), _grid_anchors(rpn.anchor_generator, maps), strict=True
-    )
     all_boxes, all_scores, all_levels = [], [], []
+    predictions = _dense_predictions(rpn.rpn_head, rpn, maps)
     for level, (logits, deltas, anchors) in enumerate(predictions):
-        scores, index = top(_per_anchor(logits, 1)[:, :, 0], rpn.pre_nms_topk[False])
-        all_boxes.append(_decode(rpn.box2box_transform, deltas, anchors, index))
+        scores = permute_to_N_HWA_K(logits, 1).flatten(1)
+        scores, index = top(scores, rpn.pre_nms_topk[False])
+
+        all_boxes.append(_decode(rpn, deltas, anchors, index))
         all_scores.append(scores)
         all_levels.append(torch.full_like(index[0], level))
-    boxes, scores, levels = (
-        torch.cat(all_boxes, 1),
-        torch.cat(all_scores, 1),
-        torch.cat(all_levels),
-    )
 
-    finite = boxes.isfinite().all(2) & scores.isfinite()
-    boxes = clip(torch.where(finite[:, :, None], boxes, 0), sizes)
-    large = (boxes[:, :, 2:] - boxes[:, :, :2] > rpn.min_box_size).all(2)
-    scores = torch.where(finite & large, scores, NO_BOX)
+    boxes = torch.cat(all_boxes, 1)
+    scores = torch.cat(all_scores, 1)
+    levels = torch.cat(all_levels)
+    boxes, scores = finite_only(boxes, scores)
+    boxes = clip(boxes, sizes)
+    is_small = (box_sides(boxes) <= rpn.min_box_size).any(2)
+    scores = scores.masked_fill(is_small, NO_BOX)
     scores = suppress(boxes, scores, levels, len(maps), rpn.nms_thresh)
     scores, index = top(scores, rpn.post_nms_topk[False])
     return take(boxes, index), scores > NO_BOX
@@ -229,14 +261,18 @@ def _predict(
     heads: StandardROIHeads, features: Mapping[str, Tensor], proposals: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return boxes, (N, R, C, 4) or (N, R, 1, 4), and probabilities, (N, R, C + 1)."""
-    predictor, rois = heads.box_predictor, image_rois(proposals)
-    pooled = pool(heads.box_pooler, [features[name] for name in heads.box_in_features], rois)
+    predictor = heads.box_predictor
+    rois = image_rois(proposals)
+    maps = [features[name] for name in heads.box_in_features]
+    pooled = pool(heads.box_pooler, maps, rois)
     logits, deltas = predictor(heads.box_head(pooled))
-    sigmoid = getattr(predictor, "use_sigmoid_ce", False)  # newer than v0.6
-    scores = logits.sigmoid() if sigmoid else logits.softmax(1)
+
+    uses_sigmoid = getattr(predictor, "use_sigmoid_ce", False)  # newer than v0.6
+    scores = logits.sigmoid() if uses_sigmoid else logits.softmax(1)
     boxes = predictor.box2box_transform.apply_deltas(deltas, rois[:, 1:])
+    boxes = boxes.unflatten(1, (-1, 4))
     rows = proposals.shape[:2]
-    return boxes.unflatten(1, (-1, 4)).unflatten(0, rows), scores.unflatten(0, rows)
+    return boxes.unflatten(0, rows), scores.unflatten(0, rows)
 
 
 def _masks(
@@ -244,20 +280,23 @@ def _masks(
 ) -> Tensor:
     """Return mask probabilities, (N, K, S, S), zeros in rows without a detection.
 
-    The mask head runs on the detections and on two empty boxes, as torch.export assumes at least two rows.
+    The mask head runs on the detections and on two empty boxes, as torch.export assumes at least
+    two rows.
     """
     maps = [features[name] for name in heads.mask_in_features]
-    kinds = F.pad(classes.flatten(), (1, 0), value=-1)
     rows = rows_with_dummies(classes >= 0)
-    logits = heads.mask_head.layers(
-        pool(heads.mask_pooler, maps, F.pad(image_rois(boxes), (0, 0, 1, 0))[rows])
-    )
+    rois = with_first_row(image_rois(boxes))
+    pooled = pool(heads.mask_pooler, maps, rois[rows])
+    logits = heads.mask_head.layers(pooled)
+
+    kinds = with_first_row(classes.flatten())
+    size = logits.shape[2:]
     if logits.shape[1] > 1:  # one mask per class
-        kind = kinds[rows].clamp(min=0)[:, None, None, None]
-        logits = logits.gather(1, kind.expand(-1, 1, *logits.shape[2:]))
-    masks = logits.new_zeros(kinds.shape[0], *logits.shape[2:]).index_put(
-        (rows,), logits[:, 0].sigmoid()
-    )
+        kind = kinds[rows, None, None, None]
+        logits = logits.gather(1, kind.expand(-1, 1, *size))
+    masks = logits.new_zeros(kinds.shape[0], *size)
+    probabilities = logits[:, 0].sigmoid()
+    masks = masks.index_put((rows,), probabilities)
     return masks[1:].unflatten(0, classes.shape)
 
 
@@ -266,30 +305,40 @@ def assign_levels(pooler: ROIPooler, boxes: Tensor) -> Tensor:
 
     .. math:: l = \lfloor l_0 + \log_2(\sqrt{wh} / s_0) \rfloor
 
-    Comparing sides with :math:`s_0 2^{l - l_0}` gives the same without a logarithm, which runtimes round differently.
-    Level 0 is the finest one.
+    Comparing sides with :math:`s_0 2^{l - l_0}` gives the same without a logarithm, which runtimes
+    round differently. Level 0 is the finest one.
 
     Source: Feature Pyramid Networks, equation (1).
     """
-    side = ((boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])).sqrt()
-    levels = range(pooler.min_level + 1, pooler.max_level + 1)
+    side = box_sides(boxes).prod(1).sqrt()
+    finest = pooler.min_level + 1 - pooler.canonical_level
     steps = [
-        pooler.canonical_box_size * 2.0 ** (level - pooler.canonical_level) for level in levels
+        pooler.canonical_box_size * 2.0 ** (finest + step)
+        for step in range(len(pooler.level_poolers) - 1)
     ]
-    return (side[:, None] >= side.new_tensor(steps)).sum(1)
+    is_larger = side[:, None] >= side.new_tensor(steps)
+    return is_larger.sum(1)
 
 
 def pool(pooler: ROIPooler, features: Sequence[Tensor], rois: Tensor) -> Tensor:
-    """Pool regions (image index, x0, y0, x1, y1), (M, 5), from the level of their size to (M, C, P, P)."""
-    level = assign_levels(pooler, rois[:, 1:])
-    pooled = rois.new_zeros(rois.shape[0], features[0].shape[1], *pooler.output_size)
-    for index, (feature, align) in enumerate(zip(features, pooler.level_poolers, strict=True)):
-        rows = (level == index).nonzero()[:, 0]
-        pooled = pooled.index_put((rows,), align(feature, rois[rows]))
+    """Pool regions (image index, x0, y0, x1, y1) from the level of their size.
+
+    Shape: rois (M, 5) -> (M, C, P, P).
+    """
+    level_of = assign_levels(pooler, rois[:, 1:])
+    channels = features[0].shape[1]
+    pooled = rois.new_zeros(rois.shape[0], channels, *pooler.output_size)
+    levels = zip(features, pooler.level_poolers, strict=True)
+    for level, (feature, align) in enumerate(levels):
+        rows = (level_of == level).nonzero()[:, 0]
+        values = align(feature, rois[rows])
+        pooled = pooled.index_put((rows,), values)
     return pooled
 
 
 def image_rois(boxes: Tensor) -> Tensor:
     """Put the index of the image before each box, (N, M, 4) -> (N * M, 5)."""
-    images = torch.arange(boxes.shape[0], device=boxes.device, dtype=boxes.dtype)[:, None, None]
-    return torch.cat((images.expand(-1, boxes.shape[1], -1), boxes), 2).flatten(0, 1)
+    count, rows, _ = boxes.shape
+    images = torch.arange(count).to(boxes)
+    images = images[:, None, None].expand(-1, rows, -1)
+    return torch.cat((images, boxes), 2).flatten(0, 1)

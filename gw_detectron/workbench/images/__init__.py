@@ -1,0 +1,31 @@
+"""Image files: find them, read their pixels, prepare them for a detector."""
+
+from .image_files import (
+    BROWSER_SUFFIXES,
+    ImageNamingMapper,
+    TiffWindows,
+    channels_first,
+    content_key,
+    evaluation_input,
+    evenly_spread,
+    find_images,
+    is_deep,
+    open_image,
+    read_image,
+    upright_size,
+)
+
+__all__ = [
+    "BROWSER_SUFFIXES",
+    "ImageNamingMapper",
+    "TiffWindows",
+    "channels_first",
+    "content_key",
+    "evaluation_input",
+    "evenly_spread",
+    "find_images",
+    "is_deep",
+    "open_image",
+    "read_image",
+    "upright_size",
+]

@@ -25,25 +25,28 @@ _USABLE = {
     for name, kind in vars(v2).items()
     if isinstance(kind, type) and issubclass(kind, v2.Transform) and "forward" not in vars(kind)
 }
+# which do not exchange left and right keypoints
+_FLIPS = (v2.RandomHorizontalFlip, v2.RandomVerticalFlip)
 
 
 def training_mapper(cfg: CfgNode) -> DatasetMapper:
-    """Build Detectron2's mapper of training examples, with ``INPUT.AUGMENTATIONS`` before its own augmentations.
+    """Build Detectron2's mapper of training examples, with ``INPUT.AUGMENTATIONS`` before its own.
 
     Those of colors come last, on the resized image, which usually has fewer pixels.
     """
     ours = build_augmentations(cfg)
-    mapper = (_TightBoxes if any(each.moves for each in ours) else DatasetMapper)(cfg, True)
+    moves_boxes = any(augmentation.moves for augmentation in ours)
+    mapper = (_TightBoxes if moves_boxes else DatasetMapper)(cfg, True)
+
     theirs = mapper.augmentations.augs
     if cfg.INPUT.SCALE_PER_BATCH:
         theirs = [
             _BatchScale(each) if isinstance(each, ResizeShortestEdge) else each
             for each in theirs
         ]
-    colors = [each for each in ours if each.recolors]
-    mapper.augmentations = AugmentationList(
-        [*(each for each in ours if not each.recolors), *theirs, *colors]
-    )
+    colors = [augmentation for augmentation in ours if augmentation.recolors]
+    others = [augmentation for augmentation in ours if not augmentation.recolors]
+    mapper.augmentations = AugmentationList([*others, *theirs, *colors])
     return mapper
 
 
@@ -75,9 +78,10 @@ class _TightBoxes(DatasetMapper):
 
 
 def build_augmentations(cfg: CfgNode) -> "list[_TorchvisionAugmentation]":
-    """Build ``INPUT.AUGMENTATIONS``: calls such as ``RandomCrop(size=512)``, of which no code is run.
+    """Build ``INPUT.AUGMENTATIONS`` from calls such as ``RandomCrop(size=512)``.
 
-    Other calls than of transforms, with plain values, that move boxes and masks along are a ConfigError.
+    No code in them is run. Other calls than of transforms, with plain values, that move boxes and
+    masks along are a ConfigError.
     """
     return [_TorchvisionAugmentation(str(call), cfg) for call in cfg.INPUT.AUGMENTATIONS]
 
@@ -87,32 +91,49 @@ class _TorchvisionAugmentation(Augmentation):
         super().__init__()
         self._bgr = cfg.INPUT.FORMAT == "BGR"
         try:
-            node = ast.parse(call if "(" in call else f"{call}()", mode="eval").body
-            name = ast.unparse(node.func)  # type: ignore[attr-defined]
-            if name not in _USABLE:
-                raise ValueError(f"not a supported transform.{similar_names(name, _USABLE)}")
-            module = _USABLE[name].__module__
-            self.moves, self.recolors = module.endswith("_geometry"), module.endswith("_color")
-            if name in ("RandomHorizontalFlip", "RandomVerticalFlip") and cfg.MODEL.KEYPOINT_ON:
+            self._transform = _parse_call(call)
+            kind = type(self._transform)
+            self.moves = kind.__module__.endswith("_geometry")
+            self.recolors = kind.__module__.endswith("_color")
+            if kind in _FLIPS and cfg.MODEL.KEYPOINT_ON:
                 raise ValueError(
                     "does not exchange left and right keypoints, as INPUT.RANDOM_FLIP does"
                 )
-            keywords = {each.arg: ast.literal_eval(each.value) for each in node.keywords}  # type: ignore[attr-defined]
-            self._transform = _USABLE[name](*map(ast.literal_eval, node.args), **keywords)  # type: ignore[attr-defined]
-            moved = self.get_transform(np.zeros((600, 600, 3), np.uint8))
-            moved.apply_coords(np.zeros((1, 2)))  # torchvision before 0.24 cannot
-            if moved.apply_image(None).dtype != np.uint8:
-                raise TypeError("does not return an image of 8 bits")
+            self._try()
         except Exception as error:  # torchvision's classes raise several
+            reason = str(error).rstrip(".") or type(error).__name__
+            raise ConfigError(
+                f"INPUT.AUGMENTATIONS ({call!r}): {reason}. Fix: give calls with plain values of "
+                "transforms that move boxes and masks along, such as 'RandomCrop(size=512)'."
+            ) from error
+
+    def _try(self) -> None:
+        """Augment an example, to find transforms that cannot be used."""
+        try:
+            moved = self.get_transform(np.zeros((600, 600, 3), np.uint8))
+        except ValueError as error:
             if "is larger than input image" in str(error):  # a crop, which may fit the images
                 return
-            raise ConfigError(
-                f"INPUT.AUGMENTATIONS ({call!r}): {str(error).rstrip('.') or type(error).__name__}. Fix: give calls "
-                "with plain values of transforms that move boxes and masks along, such as 'RandomCrop(size=512)'."
-            ) from error
+            raise
+
+        moved.apply_coords(np.zeros((1, 2)))  # torchvision before 0.24 cannot
+        if moved.apply_image(None).dtype != np.uint8:
+            raise TypeError("does not return an image of 8 bits")
 
     def get_transform(self, image: np.ndarray) -> Transform:
         return _Move(self._transform, image, self._bgr)
+
+
+def _parse_call(call: str) -> v2.Transform:
+    """Build the transform of a call with plain values."""
+    node: Any = ast.parse(call if "(" in call else f"{call}()", mode="eval").body
+    name = ast.unparse(node.func)
+    if name not in _USABLE:
+        raise ValueError(f"not a supported transform.{similar_names(name, _USABLE)}")
+
+    arguments = map(ast.literal_eval, node.args)
+    keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+    return _USABLE[name](*arguments, **keywords)
 
 
 class _Move(Transform):
@@ -120,39 +141,37 @@ class _Move(Transform):
 
     def __init__(self, transform: v2.Transform, image: np.ndarray, bgr: bool) -> None:
         super().__init__()
-        drawn: list[
-            Any
-        ] = []  # stays empty where a transform with a probability leaves the image as it is
+        # stays empty where a transform with a probability leaves the image as it is
+        self._drawn: list[Any] = []
+        self._transform = transform
+        self._size = image.shape[:2]
 
         def draw(value: Any, params: Any) -> Any:
-            drawn.append(params)
+            self._drawn.append(params)
             return transform.transform(value, params)
 
         drawing = copy.copy(transform)
         drawing.transform = draw
         order = slice(None, None, -1 if bgr else 1)  # hue and gray values are computed from RGB
-        pixels = drawing(
-            tv_tensors.Image(torch.from_numpy(image[:, :, order].transpose(2, 0, 1).copy()))
-        )
-        self._pixels = np.ascontiguousarray(np.asarray(pixels).transpose(1, 2, 0)[:, :, order])
-        self._move = (
-            (lambda value: transform.transform(value, drawn[0]))
-            if drawn
-            else (lambda value: value)
-        )
-        self._size = image.shape[:2]
+        channels_first = image[:, :, order].transpose(2, 0, 1).copy()
+        pixels = np.asarray(drawing(tv_tensors.Image(torch.from_numpy(channels_first))))
+        self._pixels = np.ascontiguousarray(pixels.transpose(1, 2, 0)[:, :, order])
 
     def apply_image(self, img: Any) -> np.ndarray:
         return self._pixels
 
     def apply_coords(self, coords: np.ndarray) -> np.ndarray:
-        points = torch.from_numpy(
-            np.hstack([coords, coords]).astype(float)
-        )  # torchvision's keypoints are pixels
+        # as boxes without a size: torchvision's keypoints are pixels
+        points = torch.from_numpy(np.hstack([coords, coords]).astype(float))
         boxes = tv_tensors.BoundingBoxes(
             points, format="XYXY", canvas_size=self._size, clamping_mode=None
         )
-        return np.asarray(self._move(boxes))[:, :2]
+        return self._moved(boxes)[:, :2]
 
     def apply_segmentation(self, segmentation: np.ndarray) -> np.ndarray:
-        return np.asarray(self._move(tv_tensors.Mask(torch.from_numpy(segmentation)[None])))[0]
+        return self._moved(tv_tensors.Mask(torch.from_numpy(segmentation)[None]))[0]
+
+    def _moved(self, value: Any) -> np.ndarray:
+        for params in self._drawn:
+            value = self._transform.transform(value, params)
+        return np.asarray(value)

@@ -17,21 +17,22 @@ from ...installation import require_packages
 _SMALLEST_SIDE = 480  # longer side of a drawing in pixels: smaller images are enlarged
 _SMALLEST_FONT = 12  # of labels, in points
 _ALPHA = 0.35  # opacity of masks, inside their contours
+_HUE_STEP = (math.sqrt(5) - 1) / 2  # golden ratio of the circle, 222.5 degrees
 
 
 def object_colors(metadata: Metadata, classes: Sequence[int], *, instances: bool) -> list[Any]:
     """Return the RGB color, 0 to 1, of each object.
 
-    Objects of a class share the dataset's ``thing_colors``, or unless ``instances`` Detectron2's color of the class.
-    The hues of instances are 222.5 degrees apart, so that neighbors differ.
+    Objects of a class share the dataset's ``thing_colors``, or unless ``instances`` Detectron2's
+    color of the class. The hues of instances are 222.5 degrees apart, so that neighbors differ.
     """
     given = metadata.get("thing_colors", None)
-    if given is None and instances:
-        return [
-            hsv_to_rgb((index * (math.sqrt(5) - 1) / 2 % 1, 0.9, 1))
-            for index in range(len(classes))
-        ]
-    colors = colormap(rgb=True, maximum=1) if given is None else np.asarray(given) / 255
+    if given is not None:
+        colors = np.asarray(given) / 255
+    elif instances:
+        return [hsv_to_rgb((index * _HUE_STEP % 1, 0.9, 1)) for index in range(len(classes))]
+    else:
+        colors = colormap(rgb=True, maximum=1)
     return [colors[index % len(colors)] for index in classes]
 
 
@@ -48,13 +49,15 @@ def draw_objects(
 ) -> np.ndarray:
     """Draw contours or boxes, labels and keypoints on an image.
 
-    Instances differ in color if they have masks, or if there is one class, whose name is then left out. Labels that
-    would hide other objects or labels are left out.
+    Instances differ in color if they have masks, or if there is one class, whose name is then left
+    out. Labels that would hide other objects or labels are left out.
 
     Args:
         image: (H, W, 3) RGB, 0 to 255.
-        classes, scores, notes: class index, score and further text of each object.
+        metadata: of the dataset, with ``thing_classes``.
+        classes: class index of each object.
         boxes: (N, 4) x0, y0, x1, y1 in pixels.
+        scores, notes: score and further text of each object.
         masks: of each object: (H, W) bool, polygons or RLE.
         keypoints: (N, K, 3) x, y, visibility.
 
@@ -70,62 +73,92 @@ def draw_objects(
             return super().draw_box(*args, **kwargs) if masks is None else self.output
 
     names = metadata.get("thing_classes", None)
-    single = names is not None and len(names) == 1
-    shown = [str(index) if names is None else names[index] for index in classes]
-    texts: list[Sequence[str]] = [] if single else [shown]
-    texts += [[f"{score:.0%}" for score in scores]] if scores is not None else []
-    texts += [notes] if notes is not None else []
-    labels = [" ".join(words).strip() for words in zip(*texts, strict=True)] or [""] * len(
-        classes
-    )
+    is_single = names is not None and len(names) == 1
     scale = max(1.0, _SMALLEST_SIDE / max(image.shape[:2]))
     drawing = Contours(image, metadata, scale=scale)
-    drawing._default_font_size = max(
-        drawing._default_font_size, _SMALLEST_FONT / scale
-    )  # it rounds down, up to 0
-    colors = object_colors(metadata, classes, instances=single or masks is not None)
+    # which rounds it down, up to 0
+    drawing._default_font_size = max(drawing._default_font_size, _SMALLEST_FONT / scale)
+
     with rc_context({"text.parse_math": False}):  # class names may have dollar signs
         drawing.overlay_instances(
             boxes=boxes,
-            labels=labels,
+            labels=_labels(names, classes, scores, notes),
             masks=masks,
             keypoints=keypoints,
-            assigned_colors=colors,
+            assigned_colors=object_colors(
+                metadata, classes, instances=is_single or masks is not None
+            ),
             alpha=_ALPHA,
         )
-        _hide_labels(
-            drawing.output, boxes, [bool(note) for note in notes or [""] * len(classes)]
-        )
+        _hide_labels(drawing.output, boxes, notes or [""] * len(classes))
     return drawing.get_output().get_image()
 
 
-def _hide_labels(output: Any, boxes: np.ndarray, first: Sequence[bool]) -> None:
-    """Hide the labels that would cover another label or, outside their own box, another object's box."""
-    order = np.argsort(
-        -np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
-    )  # in which Detectron2 draws
-    to_image = output.ax.transData.inverted()
+def _labels(
+    names: Sequence[str] | None,
+    classes: Sequence[int],
+    scores: Sequence[float] | None,
+    notes: Sequence[str] | None,
+) -> list[str]:
+    """Write class, score and note of each object; the name of the only class is left out."""
+    columns: list[Sequence[str]] = []
+    if names is None:
+        columns.append([str(index) for index in classes])
+    elif len(names) > 1:
+        columns.append([names[index] for index in classes])
+    if scores is not None:
+        columns.append([f"{score:.0%}" for score in scores])
+    if notes is not None:
+        columns.append(notes)
+
+    if not columns:
+        return [""] * len(classes)
+    return [" ".join(words).strip() for words in zip(*columns, strict=True)]
+
+
+def _hide_labels(output: Any, boxes: np.ndarray, notes: Sequence[str]) -> None:
+    """Hide labels that cover a label or, outside their own box, the box of another object.
+
+    Labels with a note come first, then those of larger objects.
+    """
+    order = np.argsort(-_areas(boxes))  # in which Detectron2 draws
+    labels = list(zip(order, output.ax.texts, strict=False))
+    labels.sort(key=lambda label: not notes[label[0]])
+
     shown = np.empty((0, 4))
-    pairs = list(zip(order, output.ax.texts, strict=False))
-    for index, text in sorted(pairs, key=lambda pair: not first[pair[0]]):
-        x0, y1, x1, y0 = to_image.transform_bbox(
-            text.get_window_extent(output.canvas.get_renderer())
-        ).extents
-        left, up = min(0, output.width - x1), min(0, output.height - y1)  # into the picture
-        text.set_position(np.add(text.get_position(), (left, up)))
-        x0, y0, x1, y1 = x0 + left, y0 + up, x1 + left, y1 + up
-        inside = (boxes[index, :2] - 2 <= (x0, y0)).all() and (
-            boxes[index, 2:] + 2 >= (x1, y1)
-        ).all()
-        others = shown if inside else np.concatenate([shown, np.delete(boxes, index, axis=0)])
-        hidden = ((others[:, :2] < (x1, y1)) & (others[:, 2:] > (x0, y0))).all(axis=1).any()
-        text.set_visible(not hidden)
-        shown = shown if hidden else np.concatenate([shown, [(x0, y0, x1, y1)]])
+    for index, text in labels:
+        place = _move_inside(text, output)
+        own = boxes[index] + (-2, -2, 2, 2)
+        is_inside = (own[:2] <= place[:2]).all() and (place[2:] <= own[2:]).all()
+        others = shown if is_inside else np.vstack([shown, np.delete(boxes, index, axis=0)])
+
+        overlaps = (others[:, :2] < place[2:]) & (others[:, 2:] > place[:2])
+        is_hidden = overlaps.all(axis=1).any()
+        text.set_visible(not is_hidden)
+        if not is_hidden:
+            shown = np.vstack([shown, place])
+
+
+def _areas(boxes: np.ndarray) -> np.ndarray:
+    return np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
+
+
+def _move_inside(text: Any, output: Any) -> np.ndarray:
+    """Move a label up and to the left until it is in the picture; return its box, (4)."""
+    to_image = output.ax.transData.inverted()
+    extent = text.get_window_extent(output.canvas.get_renderer())
+    x0, y1, x1, y0 = to_image.transform_bbox(extent).extents
+
+    shift = np.minimum(0, [output.width - x1, output.height - y1])
+    text.set_position(np.add(text.get_position(), shift))
+    return np.array([x0, y0, x1, y1]) + np.tile(shift, 2)
 
 
 def draw_predictions(image: np.ndarray, metadata: Metadata, instances: Instances) -> np.ndarray:
-    """Draw the ``Instances`` that a detector returns, on the CPU; ``pred_masks`` may also be RLE."""
-    masks = instances.get("pred_masks") if instances.has("pred_masks") else None
+    """Draw the ``Instances`` of a detector, on the CPU; ``pred_masks`` may also be RLE."""
+    fields = instances.get_fields()
+    masks = fields.get("pred_masks")
+    keypoints = fields.get("pred_keypoints")
     return draw_objects(
         image,
         metadata,
@@ -133,35 +166,44 @@ def draw_predictions(image: np.ndarray, metadata: Metadata, instances: Instances
         instances.pred_boxes.tensor.numpy(),
         scores=instances.scores.tolist(),
         masks=masks.numpy() if isinstance(masks, Tensor) else masks,
-        keypoints=instances.pred_keypoints.numpy() if instances.has("pred_keypoints") else None,
+        keypoints=None if keypoints is None else keypoints.numpy(),
     )
 
 
 def draw_record(
     image: np.ndarray, metadata: Metadata, record: dict, notes: Sequence[str] | None = None
 ) -> np.ndarray:
-    """Draw the annotations of a record in Detectron2's dataset format; they may have a ``score``."""
+    """Draw the annotations of a record of Detectron2; they may have a ``score``.
+
+    Masks, keypoints or scores that some of them lack are left out.
+    """
     objects = record.get("annotations", [])
     boxes = [
-        BoxMode.convert(each["bbox"], each.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS)
-        for each in objects
+        BoxMode.convert(
+            annotation["bbox"],
+            annotation.get("bbox_mode", BoxMode.XYWH_ABS),
+            BoxMode.XYXY_ABS,
+        )
+        for annotation in objects
     ]
-    masks, points, scores = (
-        [each.get(key) for each in objects] for key in ("segmentation", "keypoints", "score")
-    )
-    complete: dict[str, Any] = {
-        "masks": masks if all(masks) else None,
-        "keypoints": np.array(points, dtype=float).reshape(len(points), -1, 3)
-        if points and all(points)
-        else None,
-        "scores": scores if objects and None not in scores else None,
-    }
-    classes = [each["category_id"] for each in objects]
+    points = _of_all(objects, "keypoints")
+    keypoints = None
+    if points is not None:
+        keypoints = np.array(points, dtype=float).reshape(len(points), -1, 3)
     return draw_objects(
         image,
         metadata,
-        classes,
+        [annotation["category_id"] for annotation in objects],
         np.array(boxes, dtype=float).reshape(-1, 4),
         notes=notes,
-        **complete,
+        scores=_of_all(objects, "score"),
+        masks=_of_all(objects, "segmentation"),
+        keypoints=keypoints,
     )
+
+
+def _of_all(objects: Sequence[dict], key: str) -> list[Any] | None:
+    """Return a field of all objects, None if one of them lacks it or there are none."""
+    values = [annotation.get(key) for annotation in objects]
+    is_complete = all(value is not None and value != [] for value in values)
+    return values if values and is_complete else None

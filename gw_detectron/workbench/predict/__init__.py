@@ -1,10 +1,10 @@
 """Predictions of a trained detector on images and videos."""
 
 from ..images.drawing import draw_predictions, draw_record
-from .image_sources import find_sources
-from .open_predictor import Predictor, open_predictor
-from .results_folder import check_output, write_predictions, write_preview
-from .tiles import TiledPredictor
+from .predictor import Predictor, open_predictor
+from .preview import write_preview
+from .results_folder import check_output, find_sources, write_predictions
+from .tiled_predictor import TiledPredictor
 
 __all__ = [
     "Predictor",

@@ -19,8 +19,8 @@ from pycocotools.cocoeval import COCOeval
 from ..dataset.coco_scores import COCO_TASKS
 from ..dataset.fingerprint import Fingerprint, read_fingerprint
 from ..dataset.geometry import is_polygon
+from ..images import read_image
 from ..images.drawing import draw_record
-from ..images.reading import read_image
 from ..run.evaluation import dense_average_precision
 
 #: kinds of a detection, by the object that it overlaps most: the same class; another class; one

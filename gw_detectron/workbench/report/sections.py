@@ -11,7 +11,7 @@ from ...errors import UserError
 from ...modeling import build_checked_model
 from ...norms import norm_summary
 from ..dataset.coco_scores import COCO_TASKS
-from ..images.reading import evenly_spread
+from ..images import evenly_spread
 from .detections import CORRECT, KINDS, MISSED, ImageMatches
 from .page_parts import Line, Picture, Section, Table, make_axes, plot_lines
 from .run_folder import RunFolder

@@ -26,7 +26,7 @@ from torch import nn, no_grad
 from ...norms.names import norm_spec
 from ..dataset.fingerprint import read_fingerprint
 from ..dataset.source import opened
-from ..images.reading import ImageNamingMapper
+from ..images import ImageNamingMapper
 from .folder import CONVERTED
 from .randomness import VALIDATION, seed_generators
 

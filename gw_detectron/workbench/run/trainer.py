@@ -46,8 +46,8 @@ from ...weights import (
 )
 from ..dataset.dataset_checks import wrong_evaluator
 from ..dataset.source import classes_of
+from ..images import ImageNamingMapper
 from ..images.augmentations import training_mapper
-from ..images.reading import ImageNamingMapper
 from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
 from .folder import METRICS, earlier_run, remove_files, stale_output
 from .hooks import BestWeights, LossGuard, SignalHook, TrainingEnded, WeightAverage

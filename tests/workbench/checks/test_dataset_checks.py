@@ -160,7 +160,7 @@ def test_missing_images(check, coco, content):
 
 
 @pytest.mark.parametrize(
-    ("turned", "size", "told"),
+    ("turned", "size", "upright"),
     [
         (1, (31, 30), "a.jpg' is 30 x 20"),
         (6, (30, 20), "a.jpg' is 20 x 30"),
@@ -170,7 +170,7 @@ def test_missing_images(check, coco, content):
     ],
 )
 def test_sizes_of_images_by_their_orientation(
-    check, coco, content, tmp_path, turned, size, told
+    check, coco, content, tmp_path, turned, size, upright
 ):
     content["images"][0] |= dict(zip(("width", "height"), size, strict=True))
     exif = Image.Exif()
@@ -179,8 +179,8 @@ def test_sizes_of_images_by_their_orientation(
     coco()
     report = check()
     assert not report.warnings
-    assert bool(report.errors) is bool(told)
-    assert all(told in error for error in report.errors)
+    assert bool(report.errors) is bool(upright)
+    assert all(upright in error for error in report.errors)
 
 
 @pytest.mark.parametrize("copy", ["same name", "other name", "other dataset"])

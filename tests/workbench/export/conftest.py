@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gw_detectron.layers import use_backend
-from gw_detectron.workbench.export import Normalization, backbone, detector
+from gw_detectron.weights import Preprocessing
+from gw_detectron.workbench.export import backbone, detector
 from gw_detectron.workbench.export.formats import ExportedFile
 
 # makes the import of modules fail
@@ -38,8 +39,8 @@ def exported_backend():
 
 
 @pytest.fixture(scope="session")
-def normalization() -> Normalization:
-    return Normalization("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
+def preprocessing() -> Preprocessing:
+    return Preprocessing("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375), False)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Exported backbones give the numbers of the model."""
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -11,7 +10,8 @@ from torch.export.passes import move_to_device_pass
 
 from gw_detectron.errors import ConfigError, ExportError, FileAccessError
 from gw_detectron.norms.listing import norm_rows
-from gw_detectron.workbench.export import Normalization, export_backbone
+from gw_detectron.weights import Preprocessing
+from gw_detectron.workbench.export import FeatureExtractor, export_backbone
 from gw_detectron.workbench.export.backbone import TOLERANCE, compare_features
 
 from .tiny_networks import needs_export, open_exported, tiny_backbone
@@ -71,14 +71,15 @@ def normalized(pixels):
     ],
 )
 def test_a_program_agrees_at_all_sizes(
-    tmp_path, normalization, run_alone, file_format, norm, whiten, fpn
+    tmp_path, preprocessing, run_alone, file_format, norm, whiten, fpn
 ):
     network, folder = tiny_backbone(norm, whiten, fpn, num_stages=2), tmp_path / "out"
     takes_pixels, tolerance = file_format == "onnx", 1e-5 if file_format == "pt2" else 1e-4
     report = export_backbone(
         network,
         folder,
-        dataclasses.replace(normalization, inside=takes_pixels),
+        preprocessing,
+        pixels=takes_pixels,
         file_format=file_format,
     )
     rows = norm_rows(network)
@@ -96,9 +97,9 @@ def test_a_program_agrees_at_all_sizes(
 
 
 @needs_export
-def test_sizes_and_devices_of_pt2(tmp_path, normalization):
+def test_sizes_and_devices_of_pt2(tmp_path, preprocessing):
     network = tiny_backbone(fpn=None, num_stages=2)
-    export_backbone(network, tmp_path / "out", normalization)
+    export_backbone(network, tmp_path / "out", preprocessing)
     program = torch.export.load(tmp_path / "out" / "backbone.pt2")
     images = normalized(pixels_of(1, 3, 37, 75))  # a ResNet without FPN takes any size
     assert relative(program.module()(images), features_of(network, images)) < 1e-5
@@ -109,19 +110,19 @@ def test_sizes_and_devices_of_pt2(tmp_path, normalization):
 
 
 @needs_export
-def test_onnx_has_no_eigendecomposition(tmp_path, normalization):
+def test_onnx_has_no_eigendecomposition(tmp_path, preprocessing):
     network = tiny_backbone("BN", "GW:groups=4,solver=zca", None, num_stages=1)
     with pytest.raises(ExportError, match=r"ONNX cannot express.*linalg_eigh.*Fix: use pt2"):
-        export_backbone(network, tmp_path / "out", normalization, file_format="onnx")
+        export_backbone(network, tmp_path / "out", preprocessing, file_format="onnx")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_report(tmp_path, normalization, quick_file):
+def test_the_report(tmp_path, preprocessing, quick_file):
     quick_file()
     network = tiny_backbone()
     before = {name: value.clone() for name, value in network.train().state_dict().items()}
     source = {"weights": "model.pth"}
-    report = export_backbone(network, tmp_path / "out", normalization, source=source)
+    report = export_backbone(network, tmp_path / "out", preprocessing, source=source)
     assert json.loads((tmp_path / "out" / "parity.json").read_text()) == json.loads(
         json.dumps(report)
     )
@@ -149,14 +150,14 @@ def test_the_report(tmp_path, normalization, quick_file):
 
 
 @pytest.mark.parametrize(("error", "refused"), [(2e-3, True), (math.nan, True), (5e-4, False)])
-def test_a_difference_stops_the_export(tmp_path, normalization, quick_file, error, refused):
+def test_a_difference_stops_the_export(tmp_path, preprocessing, quick_file, error, refused):
     quick_file(lambda outputs: {name: values * (1 + error) for name, values in outputs.items()})
     if refused:
         with pytest.raises(ExportError, match="p2 .*differs"):
-            export_backbone(tiny_backbone(), tmp_path / "out", normalization)
+            export_backbone(tiny_backbone(), tmp_path / "out", preprocessing)
         assert list(tmp_path.iterdir()) == []
     else:
-        report = export_backbone(tiny_backbone(), tmp_path / "out", normalization)
+        report = export_backbone(tiny_backbone(), tmp_path / "out", preprocessing)
         assert report["worst_relative"] == pytest.approx(5e-4, rel=0.01)
     with pytest.raises(ExportError, match="p2"):
         compare_features("p2", torch.ones(2, 1), torch.ones(1, 2))
@@ -166,16 +167,16 @@ def test_a_difference_stops_the_export(tmp_path, normalization, quick_file, erro
     "values",
     [("L", (0.0,) * 3, (1.0,) * 3), ("RGB", (0.0,), (1.0,) * 3), ("YUV-BT.601", (), ())],
 )
-def test_a_normalization_of_another_number_of_channels(values):
+def test_a_preprocessing_of_another_number_of_channels(values):
     with pytest.raises(ConfigError, match="INPUT.FORMAT"):
-        Normalization(*values)
+        FeatureExtractor(tiny_backbone(fpn=None), Preprocessing(*values, False))
 
 
-def test_an_unknown_format_and_a_folder_of_the_user_are_refused(tmp_path, normalization):
+def test_an_unknown_format_and_a_folder_of_the_user_are_refused(tmp_path, preprocessing):
     with pytest.raises(ExportError, match=r"file_format \('tflite'\)"):
         export_backbone(
-            tiny_backbone(fpn=None), tmp_path / "out", normalization, file_format="tflite"
+            tiny_backbone(fpn=None), tmp_path / "out", preprocessing, file_format="tflite"
         )
     (tmp_path / "backbone.pt2").touch()  # the user's
     with pytest.raises(FileAccessError, match=r"but no parity\.json"):
-        export_backbone(tiny_backbone(fpn=None), tmp_path, normalization)
+        export_backbone(tiny_backbone(fpn=None), tmp_path, preprocessing)

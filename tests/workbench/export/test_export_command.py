@@ -129,7 +129,7 @@ def test_flags_and_the_best_weights_of_a_run_reach_the_export(
     )
     assert given["source"]["weights"] == str(tmp_path / "model_final.pth")
     export(tmp_path, "--output", tmp_path / "out", "--backbone", "--pixels")
-    assert given["args"][2].inside
+    assert given["pixels"]
 
 
 @pytest.mark.parametrize("moved", [False, True])

@@ -15,7 +15,12 @@ from gw_detectron.errors import ExportError
 from gw_detectron.workbench.export.detector import check_detections, reference_cases
 from gw_detectron.workbench.export.formats import ExportedFile, write_program
 from gw_detectron.workbench.export.meta_arch import detector_program
-from gw_detectron.workbench.export.one_image import OneImageProgram, paste, resized_sides
+from gw_detectron.workbench.export.one_image import (
+    OneImageProgram,
+    ResizeProgram,
+    paste,
+    resized_sides,
+)
 
 from .tiny_networks import build_detector, needs_export, noise
 
@@ -128,7 +133,7 @@ def test_a_file_of_any_image_size(tmp_path, file_format):
                 outputs[-1],
                 *size,
             )
-    only = OneImageProgram(program.detector, SIDES, resize_only=True)
+    only = ResizeProgram(program.detector, SIDES)
     cases = reference_cases(
         program, noise((97, 150))[0], write_program(only, tmp_path / f"resize.{file_format}")
     )
@@ -140,17 +145,20 @@ def test_a_file_of_any_image_size(tmp_path, file_format):
 def test_a_runtime_that_rounds_some_pixels_differently(share, message):
     """Detections are compared on its pixels, so that only another rounding of too many pixels is a fault."""
 
-    class Rounding(OneImageProgram):
+    class Rounding:
         def resize(self, image):
             pixels = super().resize(image)
-            changed = (
-                torch.rand(pixels.shape, generator=torch.Generator().manual_seed(0)) < share
-            )
+            generator = torch.Generator().manual_seed(0)
+            changed = torch.rand(pixels.shape, generator=generator) < share
             return pixels + torch.where(pixels < 255, changed, 0)
+
+    class Rounded(Rounding, OneImageProgram): ...
+
+    class RoundedPixels(Rounding, ResizeProgram): ...
 
     detector = detector_program(build_detector("mask", "GW:groups=4", "GW:groups=4"))
     program, (image,) = OneImageProgram(detector, SIDES), noise((97, 150))
-    file, resize = Rounding(detector, SIDES), Rounding(detector, SIDES, resize_only=True)
+    file, resize = Rounded(detector, SIDES), RoundedPixels(detector, SIDES)
     file, resize = (ExportedFile(each, each.describe()) for each in (file, resize))
     with pytest.raises(ExportError, match="differ"):  # on the program's own pixels
         check_detections(file, reference_cases(program, image))

@@ -109,7 +109,7 @@ def test_errors_write_nothing(tmp_path, run_folder, photos, monkeypatch):
     for words, message in (
         (("photos/none.jpg", "--output", "out"), "not found"),
         (("photos", "--output", "photos"), "so it is not an earlier result"),
-        (("photos", "--output", "out", "--config-file", "none.yaml"), "config is not found"),
+        (("photos", "--output", "out", "--config-file", "none.yaml"), "none.yaml"),
     ):
         with pytest.raises(UserError, match=message):
             predict(run_folder, *words)

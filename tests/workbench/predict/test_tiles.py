@@ -17,9 +17,9 @@ from PIL import Image
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, DataError
 from gw_detectron.workbench.commands.predict import get_parser, main
-from gw_detectron.workbench.images.reading import open_image, read_image
+from gw_detectron.workbench.images import open_image, read_image
 from gw_detectron.workbench.predict import Predictor, TiledPredictor, open_predictor
-from gw_detectron.workbench.predict.tiles import shrunk
+from gw_detectron.workbench.predict.tiled_predictor import shrunk
 
 from .conftest import Handmade
 
@@ -186,7 +186,7 @@ def test_the_statistics_of_the_image_bring_tiles_closer_to_it(predictor, large, 
         (128, True),
         (64, False),
     ):  # of the whole image; of one window after the other
-        monkeypatch.setattr("gw_detectron.workbench.predict.tiles._WINDOW", side)
+        monkeypatch.setattr("gw_detectron.workbench.predict.tiled_predictor._WINDOW", side)
         statistics = TiledPredictor(predictor, 64, 0).measure(image)
         with statistics.apply():
             whole = left_half(image)

@@ -1,4 +1,4 @@
-"""Open the predictor of a run folder or a checkpoint."""
+"""The predictor of a run folder or a checkpoint."""
 
 import logging
 import os
@@ -15,52 +15,56 @@ from detectron2.structures import Instances
 from PIL import Image
 from torch import nn
 
-from ...config import find_config_file, get_value, read_config
+from ...config import get_value, read_config
 from ...errors import ConfigError, MissingFileError
 from ...modeling.build import object_count_keys
 from ...weights import (
     check_recorded_config,
     detector_file,
     load_model,
-    open_start_weights,
+    open_checkpoint,
     trained_classes,
 )
 from ..dataset.source import class_metadata
-from ..images.reading import evaluation_input
+from ..images import evaluation_input
 
 log = logging.getLogger(__name__)
 
-_THRESHOLDS = ("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "MODEL.RETINANET.SCORE_THRESH_TEST")
-_OWN_ARGUMENTS = ("MODEL.WEIGHTS", "MODEL.DEVICE", *_THRESHOLDS)
+_OWN_ARGUMENTS = (
+    "MODEL.WEIGHTS",
+    "MODEL.DEVICE",
+    "MODEL.ROI_HEADS.SCORE_THRESH_TEST",
+    "MODEL.RETINANET.SCORE_THRESH_TEST",
+)
 
 
 class Predictor:
-    """Detect objects in an image, (H, W, 3) RGB uint8, as Detectron2's ``DefaultPredictor`` does in BGR.
+    """Detect objects in an image, (H, W, 3) RGB uint8, as Detectron2's ``DefaultPredictor``.
 
-    The result has the objects above a score, in pixels of this image, on the CPU: ``pred_boxes``, ``scores``,
-    ``pred_classes``, and ``pred_masks``, (N, H, W) bool, or ``pred_keypoints`` of a model that has them.
+    That one takes BGR. The result has the objects above a score, in pixels of this image, on the
+    CPU: ``pred_boxes``, ``scores``, ``pred_classes``, and ``pred_masks``, (N, H, W) bool, or
+    ``pred_keypoints`` of a model that has them.
     """
 
     def __init__(
         self, model: nn.Module, cfg: CfgNode, metadata: Metadata, score_threshold: float
     ) -> None:
-        self.model, self.cfg, self.metadata, self.score_threshold = (
-            model,
-            cfg,
-            metadata,
-            score_threshold,
-        )
+        self.model = model
+        self.cfg = cfg
+        self.metadata = metadata
+        self.score_threshold = score_threshold
 
     def __call__(self, image: np.ndarray) -> Instances:
         with torch.no_grad():
             (output,) = self.model([self.input(image)])
         if "instances" not in output:
             raise ConfigError(
-                f"MODEL.META_ARCHITECTURE ('{self.cfg.MODEL.META_ARCHITECTURE}'): predicts no boxes but "
-                f"{', '.join(output)}. Fix: give a detector."
+                f"MODEL.META_ARCHITECTURE ('{self.cfg.MODEL.META_ARCHITECTURE}'): predicts no "
+                f"boxes but {', '.join(output)}. Fix: give a detector."
             )
-        found = output["instances"].to("cpu")
-        return found[found.scores > self.score_threshold]
+
+        instances = output["instances"].to("cpu")
+        return instances[instances.scores > self.score_threshold]
 
     def input(self, image: np.ndarray, scale: float | None = None) -> dict[str, Any]:
         """Return an image as an input of the model, resized as the config says or by a factor."""
@@ -95,60 +99,57 @@ def open_predictor(
         raise ConfigError(
             f"score_threshold ({score_threshold:g}): not between 0 and 1. Fix: give e.g. 0.5."
         )
+    for key in opts:
+        if key in _OWN_ARGUMENTS:
+            raise ConfigError(
+                f"{key}: not a key for prediction. Fix: give MODEL, --device or --score-threshold."
+            )
+
     model = detector_file(model)
-    if own := [key for key in opts if key in _OWN_ARGUMENTS]:
-        raise ConfigError(
-            f"{own[0]}: not a key for prediction. Fix: give MODEL, --device or --score-threshold."
-        )
-    config_file = find_config_file(
-        config_file or os.path.join(os.path.dirname(model), "config.yaml")
-    )
-    if not os.path.isfile(config_file):
-        raise MissingFileError(
-            f"MODEL ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file, or a run folder; "
-            f"`gw-detectron weights describe --config {shlex.quote(model)}` prints the config that it was trained with."
-        )
-    cfg = read_config(config_file, opts)
-    cfg.MODEL.WEIGHTS = model
-    checkpoint = open_start_weights(model).checkpoint()
+    cfg = read_config(config_file or _config_beside(model), opts)
+    checkpoint = open_checkpoint(model)
     check_recorded_config(cfg, checkpoint)
-    cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = cfg.MODEL.RETINANET.SCORE_THRESH_TEST = (
-        score_threshold
-    )
+    cfg.MODEL.WEIGHTS = model
+    cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = score_threshold
+    cfg.MODEL.RETINANET.SCORE_THRESH_TEST = score_threshold
+
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     detector = load_model(cfg, checkpoint=checkpoint, device=device)
-    return Predictor(
-        detector, cfg, _metadata(cfg, trained_classes(checkpoint), class_names), score_threshold
-    )
+    metadata = _metadata(cfg, trained_classes(checkpoint), class_names)
+    return Predictor(detector, cfg, metadata, score_threshold)
+
+
+def _config_beside(model: str) -> str:
+    config_file = os.path.join(os.path.dirname(model), "config.yaml")
+    if not os.path.isfile(config_file):
+        raise MissingFileError(
+            f"MODEL ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file,"
+            f" or a run folder; `gw-detectron weights describe --config {shlex.quote(model)}` "
+            "prints the config that it was trained with."
+        )
+    return config_file
 
 
 def _metadata(
     cfg: CfgNode, trained: Mapping[int, str], class_names: Sequence[str] | None
 ) -> Metadata:
+    """Return names and category ids of the classes, if they are known."""
     metadata = class_metadata(cfg, trained)
-    if class_names:
-        known = (
-            metadata.as_dict()
-            if len(metadata.get("thing_classes", [])) == len(class_names)
-            else {}
-        )
-        metadata = Metadata(
-            **known | {"thing_classes": list(class_names)}
-        )  # with the same category ids
     names = metadata.get("thing_classes", None)
+    if class_names:
+        known = metadata.as_dict() if names and len(names) == len(class_names) else {}
+        metadata = Metadata(**{**known, "thing_classes": list(class_names)})
+        names = class_names
     if names is None:
         log.warning(
             "class names: not in the checkpoint or the config's datasets. Fix: give --class-names."
         )
         return metadata
     for key in object_count_keys(cfg):
-        if get_value(cfg, key) != len(names):
-            fix = (
-                "give one name each by --class-names"
-                if class_names
-                else f"set {key} {len(names)}"
-            )
+        count = get_value(cfg, key)
+        if count != len(names):
             raise ConfigError(
-                f"class names ({len(names)}): {key} is {get_value(cfg, key)}. Fix: {fix}."
+                f"class names ({len(names)}): {key} is {count}. Fix: give one name each by "
+                "--class-names."
             )
     return metadata

@@ -12,15 +12,15 @@ from PIL import ExifTags, Image
 from gw_detectron.config import default_config
 from gw_detectron.errors import DataError, MissingFileError, message_of
 from gw_detectron.workbench.export import read_image_for
-from gw_detectron.workbench.images.reading import (
+from gw_detectron.workbench.images.image_files import (
     ImageNamingMapper,
     evenly_spread,
-    image_files,
+    find_images,
     read_image,
     scale_to_8_bits,
     upright_size,
 )
-from gw_detectron.workbench.predict.image_sources import ImageSource
+from gw_detectron.workbench.predict.results_folder import ImageSource
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_images_of_a_folder(tmp_path):
     for name in ("c.png", "b.TIF", "below/a.jpg"):
         Image.new("RGB", (300, 400)).save(tmp_path / name)
     (tmp_path / "d.heic").touch()
-    assert image_files(tmp_path) == [
+    assert find_images(tmp_path) == [
         tmp_path / name for name in ("b.TIF", "below/a.jpg", "c.png")
     ]
     for name, target in (
@@ -46,15 +46,15 @@ def test_images_of_a_folder(tmp_path):
     ):
         (tmp_path / "above").mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(tmp_path / target)
-    assert image_files(tmp_path / "above") == [tmp_path / "above" / "down" / "a.jpg"]
-    assert image_files(tmp_path) == [
+    assert find_images(tmp_path / "above") == [tmp_path / "above" / "down" / "a.jpg"]
+    assert find_images(tmp_path) == [
         tmp_path / name for name in ("b.TIF", "below/a.jpg", "c.png")
     ]
     with pytest.raises(MissingFileError, match="none"):
-        image_files(tmp_path / "none")
+        find_images(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty"):
-        image_files(tmp_path / "empty")
+        find_images(tmp_path / "empty")
 
 
 def test_chosen_images_are_spread_over_all():
@@ -93,8 +93,8 @@ def test_sizes_are_those_that_detectron2_reads(tmp_path, turned, suffix):
         height, width = read_image(path, "RGB").shape[:2]
         assert (
             upright_size(path)
-            == (width, height, False)
-            == (*((30, 40) if name == "turned" else (40, 30)), False)
+            == (width, height)
+            == ((30, 40) if name == "turned" else (40, 30))
         )
 
 
@@ -130,7 +130,7 @@ def test_deep_images_are_scaled_by_their_percentiles(tmp_path, dtype, suffix):
     low, high = np.percentile(values.astype(float), (0.5, 99.5))
     expected = np.clip((values.astype(float) - low) * 255 / (high - low), 0, 255)
     assert image.dtype == np.uint8 and np.abs(image - expected[:, :, None]).max() <= 0.5
-    assert upright_size(path, (0.5, 99.5)) == (40, 30, False)
+    assert upright_size(path, (0.5, 99.5)) == (40, 30)
     record = {"file_name": str(path), "width": 40, "height": 30, "image_id": 7}
     cfg = default_config()
     cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.PERCENTILES = 30, (0.5, 99.5)

@@ -1,0 +1,337 @@
+"""Image files as 8-bit pixels, read as Detectron2 does; errors name the file.
+
+Everything reads images through the address of :func:`_address`: :func:`read_image` for prediction,
+preview, export and report, and :class:`ImageNamingMapper` for training and evaluation. So all see
+the same pixels, also of images with more than 8 bits.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import detection_utils
+from detectron2.data.transforms import ResizeShortestEdge, ResizeTransform
+from detectron2.utils.file_io import PathManager
+from iopath.common.file_io import PathHandler
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
+from torch import Tensor
+
+from ...errors import DataError, MissingFileError
+
+# Pillow's, of damaged and of huge files
+_READ_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+BROWSER_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+IMAGE_SUFFIXES = (*BROWSER_SUFFIXES, ".tif", ".tiff", ".gif")
+_SCHEME = "eight-bits://"
+_Item = TypeVar("_Item")
+
+
+def read_image(
+    path: str | os.PathLike[str], pixel_format: str, percentiles: Sequence[float] = ()
+) -> np.ndarray:
+    """Read an image as Detectron2 does: (H, W, 3) pixels of 0 to 255.
+
+    Args:
+        path: the file.
+        pixel_format: order of the channels, as in ``INPUT.FORMAT``.
+        percentiles: ``INPUT.PERCENTILES``, for images of more than 8 bits; see
+            :func:`scale_to_8_bits`.
+
+    Raises:
+        MissingFileError: the file does not exist.
+        DataError: the file is not an image, damaged, or has more than 8 bits per channel and there
+            are no percentiles.
+    """
+    path = os.fspath(path)
+    if not os.path.isfile(path):
+        raise MissingFileError(
+            f"image ({path!r}): file not found (cwd: {os.getcwd()!r}). Fix: give an existing path."
+        )
+
+    with _errors_of(path):
+        return detection_utils.read_image(_address(path, percentiles), format=pixel_format)
+
+
+class ImageNamingMapper:
+    """Dataset mapper that reads 8-bit pixels, and whose errors name the file.
+
+    An image or record that cannot be used is a DataError; other errors get the file name as a note.
+
+    Args:
+        mapper: Detectron2's ``DatasetMapper``, or one that reads ``file_name`` as it does.
+        percentiles: ``INPUT.PERCENTILES``.
+    """
+
+    def __init__(
+        self, mapper: Callable[[dict], Any], percentiles: Sequence[float] = ()
+    ) -> None:
+        self.mapper = mapper
+        self.percentiles = percentiles
+
+    def __call__(self, record: dict) -> Any:
+        name = record["file_name"]
+        address = _address(name, self.percentiles)
+        try:
+            example = self.mapper(record | {"file_name": address})
+        except _READ_ERRORS as error:  # also Detectron2's SizeMismatchError
+            reason = str(error).replace(address, name)
+            raise DataError(
+                f"'{name}': cannot be used: {reason}. Fix: repair the image or its record (width "
+                "and height are after EXIF rotation), or remove both."
+            ) from error
+        except Exception as error:
+            error.add_note(f"while reading {name}")
+            raise
+        return example | {"file_name": name}
+
+
+def _address(path: str, percentiles: Sequence[float]) -> str:
+    return f"{_SCHEME}{json.dumps([*percentiles])}/{path}"
+
+
+class _EightBitHandler(PathHandler):
+    """Open ``eight-bits://PERCENTILES/PATH``: an image, scaled to 8 bits if it has more.
+
+    Detectron2's mapper reads images by their address alone, so the percentiles are part of it.
+    """
+
+    def _get_supported_prefixes(self) -> list[str]:
+        return [_SCHEME]
+
+    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
+        percentiles, _, name = path.removeprefix(_SCHEME).partition("/")
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(PathManager.open(name, "rb"))
+            image = Image.open(file)
+            if _is_deep(image):
+                return _scaled_file(image, json.loads(percentiles))
+
+            stack.pop_all()  # the reader closes it
+            file.seek(0)
+            return file
+
+
+PathManager.register_handler(_EightBitHandler(), allow_override=True)
+
+
+def _scaled_file(image: Image.Image, percentiles: Sequence[float]) -> IO[bytes]:
+    """Scale an image of more than 8 bits; return it as a file in memory."""
+    _check_bits(image, percentiles)
+    values = np.asarray(ImageOps.exif_transpose(image), dtype=np.float64)
+
+    content = io.BytesIO()
+    Image.fromarray(scale_to_8_bits(values, percentiles)).save(content, "PPM")
+    content.seek(0)
+    return content
+
+
+def scale_to_8_bits(values: np.ndarray, percentiles: Sequence[float]) -> np.ndarray:
+    """Scale gray values: lower percentile to 0, upper one to 255, as uint8; NaN becomes 0."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return np.zeros(values.shape, np.uint8)
+
+    low, high = np.percentile(finite, percentiles)
+    width = high - low if high > low else 1.0
+    scaled = 255 * (np.clip(values, low, high) - low) / width
+    return np.nan_to_num(scaled).round().astype(np.uint8)
+
+
+def is_deep(path: str | os.PathLike[str]) -> bool:
+    """Return whether an image has more than 8 bits per channel; not if it cannot be read."""
+    with contextlib.suppress(*_READ_ERRORS), Image.open(path) as image:
+        return _is_deep(image)
+    return False
+
+
+def _is_deep(image: Image.Image) -> bool:
+    return image.mode[0] in "IF"  # gray; of deep colors, Pillow keeps the upper 8 bits
+
+
+def _check_bits(image: Image.Image, percentiles: Sequence[float]) -> None:
+    if _is_deep(image) and not percentiles:  # Pillow would cut its values off at 255
+        raise ValueError(
+            f"has more than 8 bits per channel (mode {image.mode}): set INPUT.PERCENTILES "
+            "0.5,99.5, or save it with 8"
+        )
+
+
+@contextlib.contextmanager
+def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except _READ_ERRORS as error:
+        reason: object = error
+        if isinstance(error, UnidentifiedImageError):
+            reason = (
+                "not an image of up to four channels; more need a mapper of your own "
+                "(docs/your_data.md)"
+            )
+        raise DataError(
+            f"image ({os.fspath(path)!r}): cannot be read: {reason}. Fix: repair it or give "
+            "another one."
+        ) from error
+
+
+def open_image(path: str | os.PathLike[str], percentiles: Sequence[float] = ()) -> Any:
+    """Open an image of any size, for windows.
+
+    ``image[rows, columns]`` is (h, w, 3) RGB, ``image.shape`` is (H, W, 3). 8-bit TIFF files are
+    read window by window if rasterio is installed; others are read whole, into an array. Arguments
+    and errors are those of :func:`read_image`; a damaged window is a DataError.
+    """
+    limit = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = None  # the user knows that images are large
+    try:
+        if (
+            importlib.util.find_spec("rasterio")
+            and os.path.isfile(path)
+            and _is_plain_tiff(path)
+        ):
+            return TiffWindows(path)
+        return read_image(path, "RGB", percentiles)
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+
+
+def _is_plain_tiff(path: str | os.PathLike[str]) -> bool:
+    """Whether the values in a TIFF file are the pixels of 8 bits that Detectron2 reads."""
+    with _errors_of(path), Image.open(path) as image:
+        if not isinstance(image, TiffImagePlugin.TiffImageFile):
+            return False
+
+        tags = image.tag_v2
+        is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        has_colors = image.mode in ("L", "LA", "RGB", "RGBA")
+        has_8_bits = set(tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,))) == {8}
+        # black is 0, or RGB, or YCbCr: others are inverted or palettes
+        is_positive = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) in (1, 2, 6)
+        is_multiplied = 1 in tags.get(TiffImagePlugin.EXTRASAMPLES, ())  # by its transparency
+        return is_upright and has_colors and has_8_bits and is_positive and not is_multiplied
+
+
+class TiffWindows:
+    """An 8-bit TIFF file of which windows are read, by rasterio."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        import rasterio
+
+        self.path = path
+        self._rasterio = rasterio
+        with warnings.catch_warnings():  # no need to be a map
+            warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)
+            self._file = rasterio.open(path)
+        self.shape = (self._file.height, self._file.width, 3)
+
+    def __getitem__(self, window: tuple[slice, slice]) -> np.ndarray:
+        """Read rows and columns; with steps, every n-th of them."""
+        bands = [1, 2, 3] if self._file.count >= 3 else [1, 1, 1]
+        rows, columns = (
+            range(size)[part] for size, part in zip(self.shape, window, strict=False)
+        )
+        place = self._rasterio.windows.Window.from_slices(
+            (rows.start, rows.stop), (columns.start, columns.stop)
+        )
+
+        # the cache in MB; the default is 5 % of the memory
+        with _errors_of(self.path), self._rasterio.Env(GDAL_CACHEMAX=256):
+            pixels = self._file.read(
+                bands, window=place, out_shape=(3, len(rows), len(columns))
+            )
+        return np.ascontiguousarray(pixels.transpose(1, 2, 0))
+
+
+def upright_size(
+    path: str | os.PathLike[str], percentiles: Sequence[float] = ()
+) -> tuple[int, int]:
+    """Read width and height of an image, turned upright by its EXIF entry."""
+    with _errors_of(path), Image.open(path) as image:
+        _check_bits(image, percentiles)
+        width, height = image.size
+        # of a PNG without an entry, Pillow would decode all to look for one behind the pixels
+        if image.format == "PNG" and "exif" not in image.info:
+            return width, height
+
+        orientation = 1
+        with contextlib.suppress(Exception):  # damaged: Detectron2 leaves the image as it is
+            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
+
+
+def content_key(path: str | os.PathLike[str]) -> str:
+    """Hash the size and 12 KiB of a file: equal files share it, and others hardly ever."""
+    with open(path, "rb") as file:
+        size = os.path.getsize(path)
+        digest = hashlib.sha256(str(size).encode())
+        for place in (0, size // 2, max(0, size - 4096)):
+            file.seek(place)
+            digest.update(file.read(4096))
+        return digest.hexdigest()
+
+
+def find_images(folder: str | os.PathLike[str]) -> list[Path]:
+    """Find the image files below a folder and in linked folders, sorted by path; at least one."""
+    if not os.path.isdir(folder):
+        raise MissingFileError(
+            f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder."
+        )
+
+    roots = [os.fspath(folder)]
+    seen = set()
+    paths = []
+    for root in roots:  # links are appended: a folder that is also linked keeps its own name
+        for place, below, names in os.walk(root):
+            real = os.path.realpath(place)
+            if real in seen:  # a link to a folder above it
+                below.clear()
+                continue
+
+            seen.add(real)
+            roots += filter(os.path.islink, (os.path.join(place, name) for name in below))
+            paths += [Path(place, name) for name in names]
+
+    images = sorted(path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES)
+    if not images:
+        raise DataError(
+            f"images ({os.fspath(folder)!r}): none found. Fix: put {', '.join(IMAGE_SUFFIXES)} "
+            "files there."
+        )
+    return images
+
+
+def evenly_spread(items: Sequence[_Item], count: int) -> list[_Item]:
+    """Choose at most ``count`` items, evenly spread, the first one among them."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
+
+
+def evaluation_input(pixels: np.ndarray, cfg: CfgNode, scale: float | None = None) -> Tensor:
+    """Resize pixels, (H, W, 3), as evaluation does, or by a factor; return (3, H', W') float32."""
+    height, width = pixels.shape[:2]
+    if scale is not None:
+        sides = (round(scale * height), round(scale * width))
+    elif cfg.INPUT.MIN_SIZE_TEST:
+        sides = ResizeShortestEdge.get_output_shape(
+            height, width, cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
+        )
+    else:
+        sides = (height, width)
+
+    at_least_one = (max(1, side) for side in sides)  # 1 x 5000 is rounded to 0
+    resize = ResizeTransform(height, width, *at_least_one)
+    return channels_first(resize.apply_image(pixels))
+
+
+def channels_first(pixels: np.ndarray) -> Tensor:
+    """Return pixels, (H, W, 3), as (3, H, W) float32."""
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))).float()
