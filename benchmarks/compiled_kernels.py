@@ -13,7 +13,7 @@ from torch import Tensor
 from gw_detectron.errors import MissingPackageError
 from gw_detectron.ops.group_whitening import triton as kernels
 from gw_detectron.ops.group_whitening.triton.compiler import triton
-from gw_detectron.ops.group_whitening.triton.launch import Launch, recorded
+from gw_detectron.ops.group_whitening.triton.plans import Launch, recorded
 
 _TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from gw_detectron.errors import ConfigError
 from gw_detectron.ops.group_whitening.triton.compiler import ERRORS
-from gw_detectron.ops.group_whitening.triton.launch import (
+from gw_detectron.ops.group_whitening.triton.plans import Launch
+from gw_detectron.ops.group_whitening.triton.support import supported
+from gw_detectron.ops.group_whitening.triton.tiling import (
     HOPPER,
-    Launch,
     Setting,
     Tuning,
-    supported,
     tuned,
     tuning_for,
 )

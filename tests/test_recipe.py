@@ -64,7 +64,6 @@ def test_small_dense_objects_get_pixels_anchors_and_room(tmp_path):
     scales = cfg.INPUT.MIN_SIZE_TRAIN
     assert np.median(scales) == cfg.INPUT.MIN_SIZE_TEST == 384  # the most on a CPU
     assert len(set(scales)) > 1
-    assert cfg.INPUT.SCALE_PER_BATCH
     assert cfg.INPUT.AUGMENTATIONS
     assert cfg.SOLVER.EMA == 0.999
 

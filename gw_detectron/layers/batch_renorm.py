@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.checks import check_integer, check_number
+from ..ops.arguments import check_integer, check_number
 
 
 class BatchRenorm2d(nn.BatchNorm2d):
@@ -14,12 +14,12 @@ class BatchRenorm2d(nn.BatchNorm2d):
         r = \mathrm{clip}_{[1/r_{max}, r_{max}]} \frac{\sigma_B}{\sigma}, \quad
         d = \mathrm{clip}_{[-d_{max}, d_{max}]} \frac{\mu_B - \mu}{\sigma}
 
-    :math:`\mu_B, \sigma_B` are the batch's; :math:`\mu, \sigma` are the running statistics before this batch.
-    Gradients do not pass through r and d. Evaluation is BN.
+    :math:`\mu_B, \sigma_B` are the batch's; :math:`\mu, \sigma` are the running statistics before this
+    batch. Gradients do not pass through r and d. Evaluation is BN.
 
-    r_max and d_max start at 1 and 0, which is BN, stay there for ``warmup`` batches, and grow linearly to ``rmax`` at
-    batch ``rmax_at`` and to ``dmax`` at batch ``dmax_at``. Batches are counted by ``num_batches_tracked``, which
-    checkpoints contain.
+    r_max and d_max start at 1 and 0, which is BN, stay there for ``warmup`` batches, and grow
+    linearly to ``rmax`` at batch ``rmax_at`` and to ``dmax`` at batch ``dmax_at``. Batches are counted
+    by ``num_batches_tracked``, which checkpoints contain.
 
     Parameters, buffers and running statistics are BN's: the variance is averaged, where the paper averages
     :math:`\sigma`. ``freeze()`` of Detectron2 makes FrozenBN of the layer, and
@@ -43,9 +43,8 @@ class BatchRenorm2d(nn.BatchNorm2d):
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
-    momentum: (
-        float | None
-    )  # None is a cumulative average, which torch.optim.swa_utils.update_bn sets
+    #: None is a cumulative average, which torch.optim.swa_utils.update_bn sets
+    momentum: float | None
 
     def __init__(
         self,
@@ -67,43 +66,67 @@ class BatchRenorm2d(nn.BatchNorm2d):
         check_integer("warmup", warmup, 0, 5000)
         check_integer("rmax_at", rmax_at, warmup + 1, warmup + 35000)
         check_integer("dmax_at", dmax_at, warmup + 1, warmup + 20000)
+
         super().__init__(num_features, momentum=momentum, device=device, dtype=dtype)
-        self.rmax, self.dmax = rmax, dmax
-        self.warmup, self.rmax_at, self.dmax_at = warmup, rmax_at, dmax_at
+        self.rmax = rmax
+        self.dmax = dmax
+        self.warmup = warmup
+        self.rmax_at = rmax_at
+        self.dmax_at = dmax_at
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``, and update the running statistics in training mode."""
         if not self.training or x.numel() == 0:  # an empty batch has no statistics
             return super().forward(x)
+
         self._check_input_dim(x)
         r, d = self._corrections(x)
+
         self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1 / self.num_batches_tracked.item()
+
         # BN's kernels, and their gradient, with gamma r and gamma d + beta for scale and shift
-        momentum = (
-            1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        )
-        weight, bias = self.weight * r, torch.addcmul(self.bias, self.weight, d)
         return F.batch_norm(
-            x, self.running_mean, self.running_var, weight, bias, True, momentum, self.eps
+            x,
+            self.running_mean,
+            self.running_var,
+            weight=self.weight * r,
+            bias=torch.addcmul(self.bias, self.weight, d),
+            training=True,
+            momentum=momentum,
+            eps=self.eps,
         )
 
     @torch.no_grad()
     def _corrections(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return r and d, each (C,)."""
-        variance, mean = torch.var_mean(x.to(self.running_var.dtype), (0, 2, 3), correction=0)
+        x = x.to(self.running_var.dtype)
+        variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
         deviation = (self.running_var + self.eps).sqrt()
-        largest_r = 1 + (self.rmax - 1) * self._progress(self.rmax_at)
-        largest_d = self.dmax * self._progress(self.dmax_at)
+
         r = (variance + self.eps).sqrt() / deviation
+        r_max = 1 + (self.rmax - 1) * self._progress(self.rmax_at)
+        r = r.clamp(1 / r_max, r_max)
+
         d = (mean - self.running_mean) / deviation
-        return r.clamp(1 / largest_r, largest_r), d.clamp(-largest_d, largest_d)
+        d_max = self.dmax * self._progress(self.dmax_at)
+        d = d.clamp(-d_max, d_max)
+        return r, d
 
     def _progress(self, end: int) -> Tensor:
-        """Return 0 up to ``warmup`` and 1 from ``end`` on; a tensor, as reading the counter waits for the GPU."""
-        return ((self.num_batches_tracked - self.warmup) / (end - self.warmup)).clamp(0, 1)
+        """Return 0 up to ``warmup`` and 1 from ``end`` on.
+
+        It is a tensor, as reading the counter waits for the GPU.
+        """
+        batches = self.num_batches_tracked - self.warmup
+        progress = batches / (end - self.warmup)
+        return progress.clamp(0, 1)
 
     def extra_repr(self) -> str:
         return (
-            f"{self.num_features}, momentum={self.momentum}, rmax={self.rmax:g}, dmax={self.dmax:g}, "
+            f"{self.num_features}, momentum={self.momentum}, "
+            f"rmax={self.rmax:g}, dmax={self.dmax:g}, "
             f"warmup={self.warmup}, rmax_at={self.rmax_at}, dmax_at={self.dmax_at}"
         )

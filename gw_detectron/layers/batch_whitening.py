@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
+from ..ops.arguments import check_flag, check_number, check_tensors
 from ..ops.batch_whitening import (
     BatchStatistics,
     batch_statistics,
@@ -17,7 +18,7 @@ from ..ops.batch_whitening import (
     to_columns,
     transform,
 )
-from ..ops.checks import autocast_off, check_flag, check_number, check_tensors
+from ..ops.numerics import autocast_off
 from ..ops.solvers import Solver
 
 #: running averages for evaluation: of whitening matrices, or of covariances
@@ -29,41 +30,47 @@ ROTATIONS = ("none", "cayley")
 class BatchWhitening2d(nn.Module):
     r"""Batch whitening layer: whiten channel groups over batch and space (BW, DBN).
 
-    .. math:: y = \gamma \, Q \, \psi(\Sigma) X_C + \beta, \quad \Sigma = \tfrac{1}{m} X_C X_C^T + \epsilon I
+    .. math:: y = \gamma \, Q \, \psi(\Sigma) X_C + \beta, \quad
+        \Sigma = \tfrac{1}{m} X_C X_C^T + \epsilon I
 
     See :func:`gw_detectron.layers.batch_whiten` for the symbols; Q is the identity or a learnable rotation.
 
-    Training uses the statistics of the batch. Evaluation uses running averages, with momentum :math:`\lambda` as in
-    PyTorch, of the mean and
+    Training uses the statistics of the batch. Evaluation uses running averages, with momentum
+    :math:`\lambda` as in PyTorch, of the mean and
 
-    - ``running="matrix"``: of the whitening matrix, :math:`W_E \leftarrow (1 - \lambda) W_E + \lambda \psi(\Sigma)`,
-      initially the identity (DBN; BW of the Group Whitening paper). An average of PCA or pivoted_cholesky matrices is
-      meaningless, because their rows are permuted from batch to batch.
+    - ``running="matrix"``: of the whitening matrix,
+      :math:`W_E \leftarrow (1 - \lambda) W_E + \lambda \psi(\Sigma)`, initially the identity (DBN; BW
+      of the Group Whitening paper). An average of PCA or pivoted_cholesky matrices is meaningless,
+      because their rows are permuted from batch to batch.
     - ``running="covariance"``: of :math:`X_C X_C^T / (m - 1)` without eps; evaluation whitens by
-      :math:`\psi(\hat\Sigma + \epsilon I)` (``BW_Sigma``). The divisor is m - 1, as in BN's running variance. A
-      threshold is applied to the average; Algorithm 5 of the Batch Orthogonalization paper averages after its
-      threshold.
+      :math:`\psi(\hat\Sigma + \epsilon I)` (``BW_Sigma``). The divisor is m - 1, as in BN's running
+      variance. A threshold is applied to the average; Algorithm 5 of the Batch Orthogonalization
+      paper averages after its threshold.
 
-    A batch of fewer than two columns has no covariance: the output is ``bias``, and the averages do not change.
+    A batch of fewer than two columns has no covariance: the output is ``bias``, and the averages do
+    not change.
 
     Args:
         num_channels: C, the size of dimension 1 of the input.
         channels_per_group: k, capped at C; the last group may be smaller.
-        solver, num_iters, eps, threshold, corr: see :class:`~gw_detectron.layers.Solver`; ``"zca"`` is DBN.
+        solver, num_iters, eps, threshold, corr: see :class:`~gw_detectron.layers.Solver`; ``"zca"``
+            is DBN.
         momentum: :math:`\lambda`, the weight of a new batch in the running averages, from 0 to 1.
         running: ``"matrix"`` or ``"covariance"``.
         sync: compute the statistics over all processes of a distributed run.
         affine: learn a per-channel scale and shift, both of shape (C,).
-        rotation: ``"none"``, or ``"cayley"`` for a learnable rotation of each group before scale and shift.
+        rotation: ``"none"``, or ``"cayley"`` for a learnable rotation of each group before scale and
+            shift.
         device, dtype: of parameters and buffers, as in torch's own layers.
 
     Shape:
-        Input (N, C, *spatial), with zero to three spatial dimensions. Output: the same shape, dtype and memory format.
+        Input (N, C, *spatial), with zero to three spatial dimensions. Output: the same shape, dtype
+        and memory format.
 
     Raises ValueError or TypeError for a wrong argument.
 
-    Source: Decorrelated Batch Normalization, section 3.3 and Algorithm 1; Group Whitening, sections 2 and 5.1.1; On
-        Batch Orthogonalization Layers, Table I, Eq. 4, section VI.
+    Source: Decorrelated Batch Normalization, section 3.3 and Algorithm 1; Group Whitening, sections 2
+        and 5.1.1; On Batch Orthogonalization Layers, Table I, Eq. 4, section VI.
     """
 
     running_mean: Tensor
@@ -92,14 +99,9 @@ class BatchWhitening2d(nn.Module):
         check_number("momentum", momentum, 0, 1, 0.1)
         check_flag("sync", sync)
         check_flag("affine", affine)
-        for name, value, allowed in (
-            ("running", running, RUNNING),
-            ("rotation", rotation, ROTATIONS),
-        ):
-            if value not in allowed:
-                raise ValueError(
-                    f"{name} ({value!r}): unknown value. Fix: choose one of {list(allowed)}."
-                )
+        _check_choice("running", running, RUNNING)
+        _check_choice("rotation", rotation, ROTATIONS)
+
         self.num_channels = num_channels
         self.channels_per_group = effective_width(num_channels, channels_per_group)
         self.solver = Solver(solver, num_iters, eps, threshold, corr)
@@ -108,15 +110,16 @@ class BatchWhitening2d(nn.Module):
         self.sync = sync
         self.affine = affine
         self.rotation = rotation
+
         zeros = torch.zeros(num_channels, device=device, dtype=dtype)
-        self.weight = nn.Parameter(torch.ones_like(zeros)) if affine else None
+        ones = torch.ones_like(zeros)
+        self.weight = nn.Parameter(ones) if affine else None
         self.bias = nn.Parameter(zeros.clone()) if affine else None
-        width = self.channels_per_group
-        self.rotate = (
-            GroupRotation(num_channels, width).to(zeros) if rotation == "cayley" else None
-        )
+        self.rotate = None
+        if rotation == "cayley":
+            self.rotate = GroupRotation(num_channels, self.channels_per_group).to(zeros)
         self.register_buffer("running_mean", zeros)
-        self.register_buffer(f"running_{running}", self._diagonal(torch.ones_like(zeros)))
+        self.register_buffer(f"running_{running}", self._diagonal(ones))
 
     def forward(self, x: Tensor) -> Tensor:
         """Whiten ``x``, and update the running averages in training mode."""
@@ -125,16 +128,17 @@ class BatchWhitening2d(nn.Module):
             columns = to_columns(x)
             if self.training:
                 batch = batch_statistics(columns, self.channels_per_group, self.sync)
-                centered, matrices = batch.centered, self.batch_matrices(batch.covariances)
+                centered = batch.centered
+                matrices = self.batch_matrices(batch.covariances)
                 self._update(batch, matrices)
             else:
                 mean = self.running_mean.to(columns.dtype)
                 centered = split(columns - mean[:, None], self.channels_per_group)
                 matrices = self.running_matrices(columns.dtype)
+
             if self.rotate is not None:
-                matrices = [
-                    q.to(w.dtype) @ w for q, w in zip(self.rotate(), matrices, strict=True)
-                ]
+                rotations = [rotation.to(columns.dtype) for rotation in self.rotate()]
+                matrices = list(map(torch.matmul, rotations, matrices))
             return transform(centered, matrices, self.weight, self.bias, like=x)
 
     def reset_parameters(self) -> None:
@@ -144,30 +148,27 @@ class BatchWhitening2d(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
         nn.init.zeros_(self.running_mean)
-        self.get_buffer(f"running_{self.running}").copy_(
-            self._diagonal(torch.ones_like(self.running_mean))
-        )
+        self._start_running(torch.ones_like(self.running_mean))
 
     @torch.no_grad()
     def start_from_variance(self, variance: Tensor, eps: float) -> None:
         r"""Start the running average from the variances of a BN layer, as if its channels were uncorrelated.
 
-        With ``running="matrix"`` it becomes :math:`\mathrm{diag}(\sigma^2 + \epsilon)^{-1/2}`, with which evaluation
-        computes BN's function; with ``running="covariance"`` :math:`\mathrm{diag}(\max(\sigma^2 + \epsilon - e, 0))`,
-        where e is what the solver adds.
+        With ``running="matrix"`` it becomes :math:`\mathrm{diag}(\sigma^2 + \epsilon)^{-1/2}`, with which
+        evaluation computes BN's function; with ``running="covariance"``
+        :math:`\mathrm{diag}(\max(\sigma^2 + \epsilon - e, 0))`, where e is what the solver adds.
         """
         values = variance + eps
-        values = (
-            values.rsqrt()
-            if self.running == "matrix"
-            else (values - self.solver.added_eps).clamp_min(0)
-        )
-        self.get_buffer(f"running_{self.running}").copy_(self._diagonal(values))
+        if self.running == "matrix":
+            self._start_running(values.rsqrt())
+        else:
+            values = values - self.solver.added_eps
+            self._start_running(values.clamp_min(0))
 
     def extra_repr(self) -> str:
         text = (
-            f"{self.num_channels}, channels={self.channels_per_group}, {self.solver}, running={self.running}, "
-            f"momentum={self.momentum:g}"
+            f"{self.num_channels}, channels={self.channels_per_group}, {self.solver}, "
+            f"running={self.running}, momentum={self.momentum:g}"
         )
         if self.sync:
             text += ", sync=true"
@@ -185,26 +186,42 @@ class BatchWhitening2d(nn.Module):
             return split_matrices(self.running_matrix.to(dtype))
         return self.batch_matrices(split_matrices(self.running_covariance.to(dtype)))
 
+    def _start_running(self, values: Tensor) -> None:
+        running = self.get_buffer(f"running_{self.running}")
+        running.copy_(self._diagonal(values))
+
     def _diagonal(self, values: Tensor) -> Tensor:
         """Return the running average whose matrices have the values, (C,), on their diagonals."""
-        diagonals = [
-            torch.diag_embed(group) for group in split(values, self.channels_per_group)
-        ]
-        return join_matrices(diagonals, self.channels_per_group)
+        width = self.channels_per_group
+        diagonals = [torch.diag_embed(group) for group in split(values, width)]
+        return join_matrices(diagonals, width)
 
     @torch.no_grad()
     def _update(self, batch: BatchStatistics, matrices: list[Tensor]) -> None:
-        weight = self.momentum * (batch.columns > 1).to(batch.columns.dtype)
+        columns = batch.columns
         if self.running == "covariance":
-            unbiased = batch.columns / (batch.columns - 1).clamp_min(1)
+            unbiased = columns / (columns - 1).clamp_min(1)
             matrices = [covariance * unbiased for covariance in batch.covariances]
-        buffer, values = (
-            self.get_buffer(f"running_{self.running}"),
-            join_matrices(matrices, self.channels_per_group),
+
+        weight = self.momentum * (columns > 1).to(columns.dtype)
+        running = self.get_buffer(f"running_{self.running}")
+        values = join_matrices(matrices, self.channels_per_group)
+        _average(self.running_mean, batch.mean, weight)
+        _average(running, values, weight)
+
+
+def _average(running: Tensor, value: Tensor, weight: Tensor) -> None:
+    """Move the average towards a value; with weight 0 not at all, where 0 * inf would be NaN."""
+    dtype = running.dtype
+    average = running.lerp(value.to(dtype), weight.to(dtype))
+    running.copy_(torch.where(weight > 0, average, running))
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"{name} ({value!r}): unknown value. Fix: choose one of {list(choices)}."
         )
-        for average, value in ((self.running_mean, batch.mean), (buffer, values)):
-            new = average.lerp(value.to(average.dtype), weight.to(average.dtype))
-            average.copy_(torch.where(weight > 0, new, average))  # 0 * inf would be NaN
 
 
 class FrozenBatchWhitening2d(BatchWhitening2d):
@@ -233,19 +250,20 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
 
         A subclass is a TypeError: it may compute something else.
         """
-        found = [
-            (name, layer)
+        layers = {
+            name: layer
             for name, layer in module.named_modules()
-            if isinstance(layer, BatchWhitening2d)
-        ]
-        layers = [(name, layer) for name, layer in found if not isinstance(layer, cls)]
-        for name, layer in layers:
+            if isinstance(layer, BatchWhitening2d) and not isinstance(layer, cls)
+        }
+        for name, layer in layers.items():
             if type(layer) is not BatchWhitening2d:
                 raise TypeError(
-                    f"{name or 'module'} ({type(layer).__name__}): a subclass of BatchWhitening2d, which would compute "
-                    "something else when frozen. Fix: freeze it by eval() and requires_grad_(False)."
+                    f"{name or 'module'} ({type(layer).__name__}): a subclass of "
+                    "BatchWhitening2d, which would compute something else when frozen. "
+                    "Fix: freeze it by eval() and requires_grad_(False)."
                 )
-        for _, layer in layers:
+
+        for layer in layers.values():
             layer.__class__ = cls
             cls._freeze(layer)  # type: ignore[arg-type]
         return module
@@ -256,11 +274,12 @@ class GroupRotation(nn.Module):
 
     .. math:: Q = (I + S) (I - S)^{-1}, \quad S = -S^T, \quad S = 0 \text{ initially}
 
-    White channels stay white under a rotation, so a network may learn one. S is held by torch's orthogonal
-    parametrization: a layer with a rotation can be copied and its state dict saved, but not pickled as a whole.
+    White channels stay white under a rotation, so a network may learn one. S is held by torch's
+    orthogonal parametrization: a layer with a rotation can be copied and its state dict saved, but
+    not pickled as a whole.
 
-    Source: On Batch Orthogonalization Layers, section VI-B and appendix C. Its Eq. 51 misplaces a bracket: the
-        derivative, which torch computes here, is (I + W^T) dW (I - S)^{-T}.
+    Source: On Batch Orthogonalization Layers, section VI-B and appendix C. Its Eq. 51 misplaces a
+        bracket: the derivative, which torch computes here, is (I + W^T) dW (I - S)^{-T}.
     """
 
     whole: Tensor
@@ -269,11 +288,14 @@ class GroupRotation(nn.Module):
     def __init__(self, num_channels: int, channels_per_group: int) -> None:
         super().__init__()
         groups, rest = divmod(num_channels, channels_per_group)
-        self._names = ["whole", "last"] if rest else ["whole"]
-        for name, shape in zip(
-            self._names, ((groups, channels_per_group), (1, rest)), strict=False
-        ):
-            self.register_parameter(name, nn.Parameter(torch.zeros(*shape, shape[1])))
+        shapes = {"whole": (groups, channels_per_group)}
+        if rest:
+            shapes["last"] = (1, rest)
+
+        self._names = list(shapes)
+        for name, (count, side) in shapes.items():
+            free = torch.zeros(count, side, side)
+            self.register_parameter(name, nn.Parameter(free))
             # use_trivialization would store a second matrix, the identity
             orthogonal(self, name, "cayley", use_trivialization=False)
 
@@ -285,11 +307,9 @@ class GroupRotation(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupRotation":
         """Convert tensors, but stay in float32 or wider: torch.linalg.solve has no half-precision kernel."""
         super()._apply(fn, recurse)
-        if any(
-            parameter.dtype in (torch.float16, torch.bfloat16)
-            for parameter in self.parameters()
-        ):
-            super()._apply(lambda tensor: tensor.float(), recurse)
+        dtypes = {parameter.dtype for parameter in self.parameters()}
+        if dtypes & {torch.float16, torch.bfloat16}:
+            super()._apply(Tensor.float, recurse)
         return self
 
     def forward(self) -> list[Tensor]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.checks import check_flag, check_tensors
+from ..ops.arguments import check_flag, check_tensors
 from ..ops.group_whitening.op import whiten
 from ..ops.group_whitening.reference import effective_groups
 from ..ops.solvers import Solver
@@ -14,13 +14,14 @@ from ..ops.solvers import Solver
 class GroupWhitening2d(nn.Module):
     r"""Group Whitening layer: whiten the channel groups of each sample.
 
-    .. math:: y = \gamma \, \Pi^{-1}(\psi(\Sigma) X_C) + \beta, \quad \Sigma = \tfrac{1}{M} X_C X_C^T + \epsilon I
+    .. math:: y = \gamma \, \Pi^{-1}(\psi(\Sigma) X_C) + \beta, \quad
+        \Sigma = \tfrac{1}{M} X_C X_C^T + \epsilon I
 
-    See :func:`~gw_detectron.ops.group_whitening.reference.group_whiten_reference` for the symbols. There are no batch
-    statistics: training and evaluation compute the same function.
+    See :func:`~gw_detectron.ops.group_whitening.reference.group_whiten_reference` for the symbols.
+    There are no batch statistics: training and evaluation compute the same function.
 
-    ``num_groups`` is g, the side of the covariance matrix, computed over M = C / g * prod(spatial) columns. Layers that
-    whiten over the batch usually count "channels per group" instead.
+    ``num_groups`` is g, the side of the covariance matrix, computed over M = C / g * prod(spatial)
+    columns. Layers that whiten over the batch usually count "channels per group" instead.
 
     .. code-block:: python
 
@@ -31,15 +32,17 @@ class GroupWhitening2d(nn.Module):
         num_channels: C, the size of dimension 1 of the input.
         num_groups: g, capped at C. One group with the exact solver is GroupNorm with one group.
         affine: learn a per-channel scale and shift, both of shape (C,).
-        solver, num_iters, eps, threshold, corr: see :class:`~gw_detectron.layers.Solver`; ``"zca"`` is exact.
+        solver, num_iters, eps, threshold, corr: see :class:`~gw_detectron.layers.Solver`;
+            ``"zca"`` is exact.
         device, dtype: of scale and shift, as in torch's own layers.
 
     Shape:
-        Input (N, C, *spatial), with zero to three spatial dimensions. Output: the same shape, dtype and memory format.
+        Input (N, C, *spatial), with zero to three spatial dimensions. Output: the same shape, dtype
+        and memory format.
 
     Attributes:
-        fuses_relu: True: ``forward`` accepts ``relu=True``. A caller that has a ReLU after its norm may test for this.
-            A subclass with its own ``forward`` sets it itself.
+        fuses_relu: True: ``forward`` accepts ``relu=True``. A caller that has a ReLU after its norm
+            may test for this. A subclass with its own ``forward`` sets it itself.
         solver: the Solver.
 
     Raises ValueError or TypeError for a wrong argument, such as groups that do not divide the channels.
@@ -74,16 +77,11 @@ class GroupWhitening2d(nn.Module):
         self.num_groups = effective_groups(num_channels, num_groups)
         self.solver = Solver(solver, num_iters, eps, threshold, corr)
         self.affine = affine
-        self.weight = (
-            nn.Parameter(torch.ones(num_channels, device=device, dtype=dtype))
-            if affine
-            else None
-        )
-        self.bias = (
-            nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
-            if affine
-            else None
-        )
+        self.weight = None
+        self.bias = None
+        if affine:
+            self.weight = nn.Parameter(torch.ones(num_channels, device=device, dtype=dtype))
+            self.bias = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
         """Set the scale to 1 and the shift to 0."""
@@ -105,14 +103,16 @@ class GroupWhitening2d(nn.Module):
     ) -> None:
         # the authors' checkpoints hold the affine parameters as (1, C, 1, 1)
         for name in ("weight", "bias"):
-            value = state_dict.get(prefix + name)
-            if (
-                value is not None
-                and value.dim() > 1
-                and value.shape[1] == value.numel() == self.num_channels
-            ):
-                state_dict[prefix + name] = value.reshape(-1)
+            key = prefix + name
+            value = state_dict.get(key)
+            if value is None or value.dim() < 2:
+                continue
+            if value.shape[1] == value.numel() == self.num_channels:
+                state_dict[key] = value.reshape(-1)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        return f"{self.num_channels}, groups={self.num_groups}, {self.solver}, affine={self.affine}"
+        return (
+            f"{self.num_channels}, groups={self.num_groups}, "
+            f"{self.solver}, affine={self.affine}"
+        )

@@ -4,24 +4,24 @@ import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..ops.checks import autocast_off, compute_dtype, memory_format_of
 from ..ops.group_whitening.reference import apply_affine
+from ..ops.numerics import autocast_off, compute_dtype, memory_format_of
 from .group_whitening import GroupWhitening2d
 
-_PerSampleNorm = GroupWhitening2d | nn.GroupNorm | nn.InstanceNorm2d
 _FORWARDS = (GroupWhitening2d.forward, nn.GroupNorm.forward, nn.InstanceNorm2d.forward)
 
 
 class ImageStatistics:
     r"""Mean and covariance that the norms of a network have on an image, gathered from its parts.
 
-    A per-sample norm gives a tile another mean and whitening matrix than the whole image. Moments add up, so the
-    parts give those of the image, for GW, ``nn.GroupNorm`` and ``nn.InstanceNorm2d``; other norms, and subclasses with
-    a forward of their own, do not change.
+    A per-sample norm gives a tile another mean and whitening matrix than the whole image. Moments
+    add up, so the parts give those of the image, for GW, ``nn.GroupNorm`` and ``nn.InstanceNorm2d``;
+    other norms, and subclasses with a forward of their own, do not change.
 
     .. code-block:: python
 
@@ -32,25 +32,20 @@ class ImageStatistics:
         with statistics.apply():
             outputs = model(tiles)
 
-    While gathering, each batch is normalized by the moments of all batches so far, its own included. So the input of a
-    layer always fits its statistics. If all parts are one batch, the statistics are those of the whole image, up to the
-    zeros that convolutions see at the edges of parts. (Passes that normalize by the moments of an earlier pass diverge:
-    each layer multiplies the mismatch of the one before it.)
+    While gathering, each batch is normalized by the moments of all batches so far, its own included.
+    So the input of a layer always fits its statistics. If all parts are one batch, the statistics are
+    those of the whole image, up to the zeros that convolutions see at the edges of parts. (Passes
+    that normalize by the moments of an earlier pass diverge: each layer multiplies the mismatch of
+    the one before it.)
 
     Args:
-        modules: those whose samples are images; leave out region heads. Each context takes one forward pass, without
-            gradients, in one thread. A layer that is called several times in it has statistics for each call.
+        modules: those whose samples are images; leave out region heads. Each context takes one
+            forward pass, without gradients, in one thread. A layer that is called several times in
+            it has statistics for each call.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.layers: list[_PerSampleNorm] = [
-            module
-            for module in modules
-            if isinstance(module, _PerSampleNorm)
-            and getattr(module.forward, "__func__", None)
-            in _FORWARDS  # any other one may do more, e.g. activate
-            and not getattr(module, "track_running_stats", False)
-        ]
+        self.layers: list[Any] = [module for module in modules if _is_per_sample_norm(module)]
         self._moments: dict[tuple[int, int], _Moments] = {}  # of a layer's call
         self._matrices: dict[tuple[int, int], Tensor] = {}
 
@@ -67,7 +62,7 @@ class ImageStatistics:
     def _replaced(self, gather: bool) -> Iterator[None]:
         calls = [0] * len(self.layers)
         for index, layer in enumerate(self.layers):
-            layer.forward = functools.partial(self._forward, index, calls, gather)  # type: ignore[method-assign]
+            layer.forward = functools.partial(self._forward, index, calls, gather)
         try:
             yield
         finally:
@@ -78,33 +73,48 @@ class ImageStatistics:
     def _forward(
         self, index: int, calls: list[int], gather: bool, x: Tensor, relu: bool = False
     ) -> Tensor:
-        layer, key = self.layers[index], (index, calls[index])
+        layer = self.layers[index]
+        key = index, calls[index]
         calls[index] += 1
-        groups = (
-            layer.num_features if isinstance(layer, nn.InstanceNorm2d) else layer.num_groups
-        )
+
         with autocast_off(x.device.type):
-            rows = (
-                x.to(compute_dtype(x)).transpose(0, 1).reshape(groups, -1)
-            )  # (g, M) of all tiles
+            tiles = x.to(compute_dtype(x)).transpose(0, 1)
+            groups = getattr(layer, "num_groups", x.shape[1])
+            rows = tiles.reshape(groups, -1)  # (g, M) of all tiles
             if gather:
-                found = _Moments.of(rows, full=isinstance(layer, GroupWhitening2d))
-                before = self._moments.get(key)
-                self._moments[key] = found if before is None else before.merged(found)
-            moments = self._moments[key]
-            if gather or key not in self._matrices:
-                sigma = moments.scatter / moments.count
-                matrix = (
-                    layer.solver(sigma)
-                    if isinstance(layer, GroupWhitening2d)
-                    else (sigma + layer.eps).rsqrt()
-                )
-                self._matrices[key] = matrix.to(rows)
-            matrix, rows = self._matrices[key], rows - moments.mean.to(rows)[:, None]
-            rows = matrix @ rows if matrix.dim() == 2 else matrix[:, None] * rows
-            y = rows.reshape(x.shape[1], len(x), *x.shape[2:]).transpose(0, 1)
+                self._add(key, _Moments.of(rows, full=isinstance(layer, GroupWhitening2d)))
+            if key not in self._matrices:
+                self._matrices[key] = _whitening(layer, self._moments[key]).to(rows)
+
+            centered = rows - self._moments[key].mean.to(rows)[:, None]
+            matrix = self._matrices[key]
+            rows = matrix @ centered if matrix.dim() == 2 else matrix[:, None] * centered
+
+            y = rows.reshape(tiles.shape).transpose(0, 1)
             y = apply_affine(y, layer.weight, layer.bias, relu)
         return y.to(x.dtype).contiguous(memory_format=memory_format_of(x))
+
+    def _add(self, key: tuple[int, int], moments: "_Moments") -> None:
+        if key in self._moments:
+            moments = self._moments[key].merged(moments)
+        self._moments[key] = moments
+
+
+def _is_per_sample_norm(module: nn.Module) -> bool:
+    if not isinstance(module, (GroupWhitening2d, nn.GroupNorm, nn.InstanceNorm2d)):
+        return False
+    # any other forward may do more, e.g. activate
+    if getattr(module.forward, "__func__", None) not in _FORWARDS:
+        return False
+    return not getattr(module, "track_running_stats", False)
+
+
+def _whitening(layer: Any, moments: "_Moments") -> Tensor:
+    """Return the whitening matrix (g, g) of GW, or the diagonal (g,) of other norms."""
+    sigma = moments.scatter / moments.count
+    if isinstance(layer, GroupWhitening2d):
+        return layer.solver(sigma)
+    return (sigma + layer.eps).rsqrt()
 
 
 @dataclass(frozen=True)
@@ -120,6 +130,7 @@ class _Moments:
         mean = rows.mean(1)
         centered = rows - mean[:, None]
         scatter = centered @ centered.mT if full else centered.square().sum(1)
+
         wide = torch.float32 if rows.is_mps else torch.float64  # MPS has no float64
         return _Moments(rows.shape[1], mean.to(wide), scatter.to(wide))
 
@@ -127,6 +138,9 @@ class _Moments:
         """Return the moments of both (Chan, Golub and LeVeque, 1983)."""
         count = self.count + other.count
         shift = other.mean - self.mean
+        mean = self.mean + shift * (other.count / count)
+
         spread = torch.outer(shift, shift) if self.scatter.dim() == 2 else shift.square()
-        scatter = self.scatter + other.scatter + spread * (self.count * other.count / count)
-        return _Moments(count, self.mean + shift * (other.count / count), scatter)
+        between = spread * (self.count * other.count / count)
+        scatter = self.scatter + other.scatter + between
+        return _Moments(count, mean, scatter)

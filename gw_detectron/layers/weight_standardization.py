@@ -16,15 +16,17 @@ def standardize_weight(weight: Tensor) -> Tensor:
     .. math:: \hat W_i = \frac{W_i - \mu_i}{\sigma_i + \epsilon}, \quad
         \sigma_i^2 = \tfrac{1}{I - 1} \sum_j (W_{ij} - \mu_i)^2, \quad \epsilon = 10^{-5}
 
-    This is the authors' code for detection and classification, which pretrained weights depend on: the deviation has
-    the divisor I - 1, and epsilon is added to it. The paper has the divisor I, as timm's ``StdConv2d``, which adds 1e-6
-    to the variance.
+    This is the authors' code for detection and classification, which pretrained weights depend on:
+    the deviation has the divisor I - 1, and epsilon is added to it. The paper has the divisor I, as
+    timm's ``StdConv2d``, which adds 1e-6 to the variance.
 
     ``weight`` is (C, ...), one filter of I values per output channel.
 
-    Source: Micro-Batch Training with Batch-Channel Normalization and Weight Standardization (arXiv 1903.10520).
+    Source: Micro-Batch Training with Batch-Channel Normalization and Weight Standardization (arXiv
+        1903.10520).
     """
-    deviation, mean = torch.std_mean(weight, list(range(1, weight.dim())), keepdim=True)
+    of_filter = list(range(1, weight.dim()))
+    deviation, mean = torch.std_mean(weight, of_filter, keepdim=True)
     return (weight - mean) / (deviation + EPS)
 
 
@@ -33,9 +35,9 @@ class WeightStandardized(nn.Module):
 
     ``torch.nn.utils.parametrize`` would rename the parameters, which pretrained weights name.
 
-    Parameters and state dict contain the weight itself; writing into the computed one has no effect. So initialize
-    before, or by ``reset_parameters``, fold no BN into it (``fuse_conv_bn_eval``), and do not shard it by
-    ``fully_shard`` (FSDP2), which would train the computed one.
+    Parameters and state dict contain the weight itself; writing into the computed one has no effect.
+    So initialize before, or by ``reset_parameters``, fold no BN into it (``fuse_conv_bn_eval``), and
+    do not shard it by ``fully_shard`` (FSDP2), which would train the computed one.
     """
 
     @property
@@ -45,12 +47,16 @@ class WeightStandardized(nn.Module):
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
-        """Set the weight of a replica of ``nn.DataParallel``, which has no parameters; in others torch refuses it."""
+        """Set the weight of a replica of ``nn.DataParallel``, which has no parameters.
+
+        In others torch refuses it.
+        """
         self._parameters["weight"] = value  # type: ignore[assignment]
 
     def reset_parameters(self) -> None:
         """Draw the weight itself anew."""
-        standardized, self.__class__ = type(self), type(self).__bases__[1]
+        standardized = type(self)
+        self.__class__ = standardized.__bases__[1]
         try:
             self.reset_parameters()
         finally:
@@ -63,40 +69,43 @@ class WeightStandardized(nn.Module):
 def standardize_weights(model: nn.Module, pattern: str = "*") -> list[str]:
     """Standardize the weights of a model's convolutions, in place.
 
-    Names of parameters, their values, norms, activations and frozen state stay. Only convolutions before a norm should
-    be standardized: a Detectron2 convolution whose ``norm`` is None does not change, nor do transposed ones.
+    Names of parameters, their values, norms, activations and frozen state stay. Only convolutions
+    before a norm should be standardized: a Detectron2 convolution whose ``norm`` is None does not
+    change, nor do transposed ones.
 
-    Returns the names of those that fit ``pattern``, a glob of module names. If there is none, or a filter has a single
-    value, it raises ValueError and the model is unchanged.
+    Returns the names of those that fit ``pattern``, a glob of module names. If there is none, or a
+    filter has a single value, it raises ValueError and the model is unchanged.
 
     Source: arXiv 1903.10520; https://github.com/joe-siyuan-qiao/WeightStandardization.
     """
-    found = {
+    convolutions = {
         name: module
         for name, module in model.named_modules()
         if fnmatch.fnmatchcase(name, pattern) and _is_convolution_before_norm(module)
     }
-    if not found:
+    if not convolutions:
         raise ValueError(
-            f"no convolution before a norm fits {pattern!r}. Fix: set a norm, or leave the weights as they are."
+            f"no convolution before a norm fits {pattern!r}. "
+            "Fix: set a norm, or leave the weights as they are."
         )
-    for name, module in found.items():
+    for name, module in convolutions.items():
         if module._parameters["weight"][0].numel() < 2:
             raise ValueError(
-                f"{name}: a filter of one value has no deviation. Fix: leave this convolution out."
+                f"{name}: a filter of one value has no deviation. "
+                "Fix: leave this convolution out."
             )
-    for module in found.values():
+
+    for module in convolutions.values():
         if not isinstance(module, WeightStandardized):
             module.__class__ = _standardized(type(module))  # type: ignore[arg-type]
-    return list(found)
+    return list(convolutions)
 
 
 def _is_convolution_before_norm(module: nn.Module) -> bool:
     """Return whether a module is a convolution, and if it is Detectron2's, has a norm."""
     weight = module._parameters.get("weight")
-    if (
-        weight is None
-    ):  # not a convolution, or its weight is computed, as by torch.nn.utils.weight_norm
+    # not a convolution, or its weight is computed, as by torch.nn.utils.weight_norm
+    if weight is None:
         return False
     if hasattr(module, "norm"):  # Detectron2's, some of which are not torch's
         return module.norm is not None and weight.dim() == 4

@@ -24,7 +24,7 @@ from torch import nn
 from ..errors import NormError, first_line, similar_names
 from ..installation import has_detectron2, scripting_warnings_ignored
 from ..layers import BatchRenorm2d, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
-from ..ops.checks import check_integer, check_number
+from ..ops.arguments import check_integer, check_number
 from ..ops.solvers import OPTION_SOLVER
 
 #: an argument of Detectron2's ``get_norm``: one of its names, or a function of the number of channels

@@ -1,7 +1,6 @@
 """Private torch APIs of the operator, tested with torch 2.14.1; where torch lacks one, its function falls back."""
 
 import functools
-import platform
 from pathlib import Path
 
 import torch
@@ -22,9 +21,9 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def needs_plain_operations() -> bool:
-    """Whether torch exports, transforms (``torch.func``, forward-mode AD) or traces (fvcore's FLOP counts) the caller.
+    """Whether torch exports, transforms or traces the caller.
 
-    The custom operator has no rule for these.
+    The custom operator has no rule for ``torch.func``, forward-mode AD and fvcore's FLOP counts.
     """
     if torch.jit.is_tracing() or _is_exporting():  # type: ignore[attr-defined]
         return True
@@ -34,8 +33,11 @@ def needs_plain_operations() -> bool:
 
 
 def is_dispatched(*tensors: Tensor | None) -> bool:
-    """Whether the dispatcher must see an operation: for tensor subclasses, and for modes such as FLOP counters."""
-    return _ACTIVE_MODES() > 0 or any(type(t) not in _PLAIN for t in tensors)
+    """Whether the dispatcher must see an operation.
+
+    It must for tensor subclasses, and for modes such as FLOP counters.
+    """
+    return _ACTIVE_MODES() > 0 or any(type(tensor) not in _PLAIN for tensor in tensors)
 
 
 def is_batched(x: Tensor) -> bool:
@@ -47,23 +49,26 @@ def _is_exporting() -> bool:
     # the flag, since up to torch 2.10 is_exporting() is also true inside torch.compile
     if _EXPORTING_FLAG:
         return torch.compiler._is_exporting_flag
-    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
+    return torch.compiler.is_exporting()
 
 
 @functools.cache
 def onednn_available() -> bool:
-    """Whether torch has the operator, and the processor is not Intel's and has AVX-512."""
+    """Whether torch has the operator, on Linux, on a processor with AVX-512 that is not Intel's."""
+    if not torch.backends.mkldnn.is_available() or not _CPU_INFO.is_file():
+        return False
     return (
-        torch.backends.mkldnn.is_available()
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        torch.backends.cpu.get_cpu_capability() == "AVX512"
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and "GenuineIntel"
-        not in (_CPU_INFO.read_text() if _CPU_INFO.is_file() else platform.processor())
+        and "GenuineIntel" not in _CPU_INFO.read_text()
     )
 
 
 def onednn_is_faster(like: Tensor, shortest: int, longest: int) -> bool:
-    """Whether oneDNN beats ``torch.matmul``: it calls MKL, which uses half the width of AVX-512 outside Intel's."""
+    """Whether oneDNN beats ``torch.matmul``.
+
+    That calls MKL, which uses half the width of AVX-512 outside Intel's processors.
+    """
     return (
         like.dtype == torch.float32
         and like.device.type == "cpu"

@@ -12,16 +12,13 @@ from gw_detectron.layers import SOLVERS, BatchWhitening2d, FrozenBatchWhitening2
 
 from ..ops import cases
 from ..ops import solver_oracle as oracle
-from ..ops.cases import bw, correlated
+from ..ops.cases import assert_close, bw, features
+
+GROUPS = (slice(0, 3), slice(3, 6), slice(6, 7))
 
 
-def batches(
-    count: int = 3, channels: int = 7, dtype: torch.dtype = torch.float64
-) -> list[torch.Tensor]:
-    return [
-        torch.from_numpy(correlated((4, channels, 5, 3), seed)).to(dtype)
-        for seed in range(count)
-    ]
+def batch(seed: int, channels: int = 7) -> torch.Tensor:
+    return features(4, channels, 5, 3, seed=seed)
 
 
 def trained(
@@ -33,8 +30,8 @@ def trained(
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.rand(parameter.shape, generator=rng) + 0.5)
-    for x in batches(channels=channels, dtype=dtype):
-        layer(x)
+    for seed in range(3):
+        layer(batch(seed, channels).to(dtype))
     return layer
 
 
@@ -44,39 +41,38 @@ def test_evaluation_uses_the_averages_of_the_batches(solver, running):
     layer = BatchWhitening2d(7, 3, solver, 3, 1e-2, 0.3, running, affine=False).double()
     mean = np.zeros(7)
     averages = [np.eye(3), np.eye(3), np.eye(1)]
-    for x in batches():
+    for seed in range(3):
+        x = batch(seed)
         layer(x)
         mean = 0.7 * mean + 0.3 * oracle.batch_moments(x.numpy())[0]
-        for index, first in enumerate((0, 3, 6)):
-            covariance = oracle.batch_moments(x.numpy()[:, first : first + 3])[1]
-            unbiased = covariance * 60 / 59
-            value = (
-                oracle.whitening(solver, covariance, 3, 1e-2)
-                if running == "matrix"
-                else unbiased
-            )
+        for index, group in enumerate(GROUPS):
+            _, covariance = oracle.batch_moments(x.numpy()[:, group])
+            value = covariance * 60 / 59
+            if running == "matrix":
+                value = oracle.whitening(solver, covariance, 3, 1e-2)
             averages[index] = 0.7 * averages[index] + 0.3 * value
+    x = batch(3)
 
-    x = batches(4)[3]
-    y = layer.eval()(x).numpy()
+    y = layer.eval()(x)
 
-    for average, first in zip(averages, (0, 3, 6), strict=True):
+    centered = x.numpy() - mean[:, None, None]
+    for average, group in zip(averages, GROUPS, strict=True):
         w = average if running == "matrix" else oracle.whitening(solver, average, 3, 1e-2)
-        centered = x.numpy()[:, first : first + 3] - mean[first : first + 3, None, None]
-        np.testing.assert_allclose(
-            y[:, first : first + 3], np.einsum("ij,njhw->nihw", w, centered), rtol=0, atol=1e-10
-        )
-    assert torch.equal(layer(x), layer(x)), "evaluation leaves the averages alone"
+        assert_close(y[:, group], np.einsum("ij,njhw->nihw", w, centered[:, group]))
+    assert torch.equal(layer(x), y), "evaluation leaves the averages alone"
 
 
 @pytest.mark.parametrize("shape", [(0, 7, 5, 3), (1, 7, 1, 1), (1, 7)], ids=str)
 @pytest.mark.parametrize("running", ["matrix", "covariance"])
 def test_a_batch_without_covariance_leaves_the_averages_as_they_are(running, shape):
     layer = trained(running=running)
-    before = copy.deepcopy(dict(layer.named_buffers()))
+    before = copy.deepcopy(list(layer.buffers()))
+
     y = layer(torch.ones(shape, dtype=torch.float64))
-    assert torch.equal(y, layer.bias.reshape(1, -1, *[1] * (len(shape) - 2)).expand(shape))
-    assert all(torch.equal(value, before[name]) for name, value in layer.named_buffers())
+
+    spatial = [1] * (len(shape) - 2)
+    assert torch.equal(y, layer.bias.reshape(-1, *spatial).expand(shape))
+    assert all(map(torch.equal, layer.buffers(), before))
 
 
 OPTIONS = [
@@ -86,73 +82,78 @@ OPTIONS = [
 ]
 
 
-class TestRotation:
-    def test_it_is_the_cayley_map_before_scale_and_shift(self):
-        layer, x = trained(solver="zca", rotation="cayley"), batches()[0]
-        rotations = layer.rotate()
-        assert [tuple(q.shape) for q in rotations] == [(2, 3, 3), (1, 1, 1)]
-        for q in rotations:
-            torch.testing.assert_close(
-                q @ q.mT, torch.eye(q.shape[-1]).double().expand_as(q), rtol=0, atol=1e-12
-            )
-        free = layer.rotate.parametrizations["whole"].original.detach().tril(-1)
-        half, identity = 0.5 * (free - free.mT), torch.eye(3, dtype=free.dtype)
-        expected = (identity + half) @ torch.linalg.inv(identity - half)
-        torch.testing.assert_close(rotations[0], expected, rtol=0, atol=1e-12)
-        assert (expected - identity).abs().max() > 0.1
-        white = bw(x, 3, solver="zca")
-        turned = torch.einsum(
-            "gij,ngjhw->ngihw", expected, white[:, :6].unflatten(1, (2, 3))
-        ).flatten(1, 2)
-        expected = (
-            torch.cat((turned, white[:, 6:]), 1) * layer.weight[:, None, None]
-            + layer.bias[:, None, None]
-        )
-        torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+def test_a_rotation_is_the_cayley_map_before_scale_and_shift():
+    layer = trained(solver="zca", rotation="cayley")
+    x = batch(0)
+    free = layer.rotate.parametrizations["whole"].original.detach().tril(-1)
+    half = 0.5 * (free - free.mT)
+    identity = torch.eye(3).double()
+
+    whole, last = layer.rotate()
+    y = layer(x)
+
+    expected = (identity + half) @ torch.linalg.inv(identity - half)
+    assert_close(whole, expected, 1e-12)
+    assert_close(whole @ whole.mT, identity.expand(2, 3, 3), 1e-12)
+    assert (whole - identity).abs().max() > 0.1
+    assert torch.equal(last, torch.ones(1, 1, 1).double())
+
+    white = bw(x, 3, solver="zca")
+    groups = white[:, :6].unflatten(1, (2, 3))
+    turned = torch.einsum("gij,ngjhw->ngihw", expected, groups).flatten(1, 2)
+    turned = torch.cat((turned, white[:, 6:]), 1)
+    scale, shift = layer.weight[:, None, None], layer.bias[:, None, None]
+    assert_close(y, turned * scale + shift, 1e-12)
 
 
-class TestFrozen:
-    @pytest.mark.parametrize("options", OPTIONS, ids=str)
-    def test_it_computes_what_the_layer_does_in_evaluation_and_their_state_dicts_bring_everything(
-        self, options
-    ):
-        model = nn.Sequential(nn.ReLU(), nn.Sequential(trained(**options)))
-        expected, state = copy.deepcopy(model).eval(), copy.deepcopy(model.state_dict())
-        assert FrozenBatchWhitening2d.convert(model) is model
-        frozen, x = model[1][0], batches()[1]
-        loaded, thawed = (
-            cls(7, 3, **options).double() for cls in (FrozenBatchWhitening2d, BatchWhitening2d)
-        )
-        for twin in (loaded, thawed):
-            twin.load_state_dict(frozen.state_dict())
-            assert torch.equal(twin.eval()(x), expected[1](x))
-        assert isinstance(frozen, FrozenBatchWhitening2d)
-        assert not any(parameter.requires_grad for parameter in model.parameters())
-        for mode in (True, False):
-            assert torch.equal(model.train(mode)(x), expected(x))
-        assert model.state_dict().keys() == state.keys()
-        assert all(
-            torch.equal(value, state[name]) for name, value in model.state_dict().items()
-        )
-        assert torch.equal(thawed.train()(x), expected[1].train()(x))
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_frozen_layer_computes_what_the_layer_does_in_evaluation(options):
+    layer = trained(**options)
+    expected = copy.deepcopy(layer).eval()
+    model = nn.Sequential(nn.ReLU(), nn.Sequential(layer))
+    x = batch(1).relu()
 
-    def test_a_layer_that_computes_something_else_is_refused(self):
-        class Doubled(BatchWhitening2d):
-            def forward(self, x):
-                return 2 * super().forward(x)
+    assert FrozenBatchWhitening2d.convert(model) is model
 
-        model = nn.Sequential(BatchWhitening2d(8), Doubled(8))
-        with pytest.raises(
-            TypeError,
-            match=r"1 \(Doubled\): a subclass of BatchWhitening2d.* Fix: freeze it by eval",
-        ):
-            FrozenBatchWhitening2d.convert(model)
-        assert type(model[0]) is BatchWhitening2d
-        parametrized = parametrize.register_parametrization(
-            BatchWhitening2d(8), "weight", nn.Identity()
-        )
-        with pytest.raises(TypeError, match=r"module \(ParametrizedBatchWhitening2d\)"):
-            FrozenBatchWhitening2d.convert(parametrized)
+    assert isinstance(model[1][0], FrozenBatchWhitening2d)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    for mode in (True, False):
+        assert torch.equal(model.train(mode)(x), expected(x))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_state_dicts_of_frozen_and_trained_layers_are_the_same(options):
+    layer = trained(**options)
+    state = copy.deepcopy(layer.state_dict())
+    frozen = FrozenBatchWhitening2d.convert(copy.deepcopy(layer))
+    loaded = FrozenBatchWhitening2d(7, 3, **options).double()
+    thawed = BatchWhitening2d(7, 3, **options).double()
+    x = batch(1)
+
+    loaded.load_state_dict(frozen.state_dict())
+    thawed.load_state_dict(frozen.state_dict())
+
+    assert frozen.state_dict().keys() == state.keys()
+    assert all(map(torch.equal, frozen.state_dict().values(), state.values()))
+    assert torch.equal(loaded(x), frozen(x))
+    assert torch.equal(thawed.eval()(x), frozen(x))
+    assert torch.equal(thawed.train()(x), layer(x))
+
+
+def test_freezing_refuses_a_layer_that_computes_something_else():
+    class Doubled(BatchWhitening2d):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(BatchWhitening2d(8), Doubled(8))
+    parametrized = BatchWhitening2d(8)
+    parametrize.register_parametrization(parametrized, "weight", nn.Identity())
+
+    with pytest.raises(TypeError, match=r"1 \(Doubled\)"):
+        FrozenBatchWhitening2d.convert(model)
+    with pytest.raises(TypeError, match=r"module \(ParametrizedBatchWhitening2d\)"):
+        FrozenBatchWhitening2d.convert(parametrized)
+    assert type(model[0]) is BatchWhitening2d
 
 
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
@@ -163,9 +164,10 @@ def test_exported_program_serves_other_sizes(running, solver):
     if running:
         layer = trained(12, 5, torch.float32, solver=solver, running=running).eval()
     sizes = {0: torch.export.Dim("n"), 2: torch.export.Dim("h"), 3: torch.export.Dim("w")}
-    program = torch.export.export(
-        layer, (torch.randn(2, 12, 9, 7),), dynamic_shapes=(sizes,)
-    ).module()
+    example = (torch.randn(2, 12, 9, 7),)
+
+    program = torch.export.export(layer, example, dynamic_shapes=(sizes,)).module()
+
     for shape in ((2, 12, 9, 7), (3, 12, 13, 11)):
         x = torch.randn(shape)
         torch.testing.assert_close(program(x), layer(x), rtol=1e-4, atol=1e-4)
@@ -175,18 +177,17 @@ def test_exported_program_serves_other_sizes(running, solver):
 @pytest.mark.parametrize("solver", ["zca", "cholesky", "standardize", "pivoted_cholesky"])
 def test_it_starts_with_the_variances_of_batch_norm(solver, running):
     layer = BatchWhitening2d(4, 2, solver, eps=1e-4, running=running, affine=False).double()
-    variance = torch.tensor(
-        [0.5, 0.1, 3.0, 2.0]
-    ).double()  # pivoted_cholesky would reorder others
+    # pivoted_cholesky would reorder others
+    variance = torch.tensor([0.5, 0.1, 3.0, 2.0]).double()
+    x = batch(0, channels=4)
+
     layer.start_from_variance(variance, 0.1)
-    x = batches(channels=4)[0]
-    torch.testing.assert_close(
-        layer.eval()(x), x / (variance + 0.1).sqrt()[:, None, None], rtol=0, atol=1e-10
-    )
+    deviation = (variance + 0.1).sqrt()
+    assert_close(layer.eval()(x), x / deviation[:, None, None])
+
     layer.reset_parameters()
-    assert torch.equal(
-        layer.state_dict()[f"running_{running}"], torch.eye(2).double().repeat(2, 1)
-    )
+    identities = torch.eye(2).double().repeat(2, 1)
+    assert torch.equal(layer.get_buffer(f"running_{running}"), identities)
 
 
 @pytest.mark.parametrize("solver", ["newton", "zca", "zca_max", "zca_entropy"])
@@ -194,43 +195,44 @@ def test_compiled_module_trains(solver):
     torch._dynamo.reset()
     layer = trained(dtype=torch.float32, solver=solver)
     compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
-    for seed in range(2):
-        x = torch.from_numpy(correlated((3, 7, 5 + seed, 4), seed)).float().requires_grad_()
-        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(
-        compiled.running_matrix, layer.running_matrix, rtol=1e-4, atol=1e-4
-    )
+
+    for height in (5, 6):
+        x = features(3, 7, height, 4).float().requires_grad_()
+        assert_close(compiled(x), layer(x).detach(), 1e-3)
+
+    assert_close(compiled.running_matrix, layer.running_matrix, 1e-3)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
         ({"num_channels": 0}, r"num_channels \(0\)"),
         ({"channels_per_group": -1}, r"channels_per_group \(-1\)"),
-        ({"momentum": 1.5}, r"momentum \(1.5\): expected a finite number from 0 to 1"),
-        ({"sync": "yes"}, r"sync \('yes'\): expected a bool"),
+        ({"momentum": 1.5}, r"momentum \(1.5\): .* from 0 to 1"),
+        ({"sync": "yes"}, r"sync \('yes'\)"),
         ({"running": "variance"}, r"running \('variance'\): .* \['matrix', 'covariance'\]"),
         ({"rotation": "givens"}, r"rotation \('givens'\): .* \['none', 'cayley'\]"),
     ],
     ids=str,
 )
-def test_wrong_arguments_are_refused_by_value(arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+def test_wrong_arguments_are_refused_by_value(arguments, named):
+    with pytest.raises((ValueError, TypeError), match=named):
         BatchWhitening2d(**{"num_channels": 8, **arguments})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_rotation_in_half_precision(dtype):
-    made, converted = (
-        BatchWhitening2d(8, rotation="cayley", dtype=dtype),
-        BatchWhitening2d(8, rotation="cayley").to(dtype),
-    )
+@pytest.mark.parametrize("converted", [True, False])
+def test_a_rotation_in_half_precision_stays_in_float32(dtype, converted):
     x = torch.randn(4, 8, 5, 5).to(dtype)
-    for layer in (made, converted):
-        y = layer(x)
-        y.sum().backward()
-        assert y.dtype == dtype and y.isfinite().all()
-        assert {parameter.dtype for parameter in layer.rotate.parameters()} == {torch.float32}
-    assert {
-        p.dtype for p in BatchWhitening2d(8, rotation="cayley").double().rotate.parameters()
-    } == {torch.float64}
+    if converted:
+        layer = BatchWhitening2d(8, rotation="cayley").to(dtype)
+    else:
+        layer = BatchWhitening2d(8, rotation="cayley", dtype=dtype)
+
+    y = layer(x)
+    y.sum().backward()
+
+    assert y.dtype == dtype
+    assert y.isfinite().all()
+    assert {parameter.dtype for parameter in layer.rotate.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in layer.double().parameters()} == {torch.float64}

@@ -7,6 +7,8 @@ from torch import nn
 
 from gw_detectron.layers import BatchRenorm2d, GroupWhitening2d, ImageStatistics
 
+from ..ops.cases import assert_close
+
 
 def tiles_of(image, rows, columns):
     """Cut (1, C, H, W) into (rows * columns, C, H / rows, W / columns)."""
@@ -28,24 +30,30 @@ LAYERS = {
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_tiles_are_normalized_as_their_image(make, memory_format):
     torch.manual_seed(0)
-    layer, image = make().double(), torch.randn(1, 16, 12, 20, dtype=torch.float64) * 3 + 100
+    layer = make().double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
+    image = torch.randn(1, 16, 12, 20, dtype=torch.float64) * 3 + 100
     image[..., 10:] *= 5  # tiles of different statistics
     tiles = tiles_of(image, 2, 2).to(memory_format=memory_format)
-    expected, alone = tiles_of(layer(image), 2, 2), layer(tiles)
-    together, apart = ImageStatistics([layer]), ImageStatistics([layer])
+    expected = tiles_of(layer(image), 2, 2).detach()
+    alone = layer(tiles)
+    assert (alone - expected).norm() > 0.1 * expected.norm()
+
+    together = ImageStatistics([layer])
     with together.gather():
-        torch.testing.assert_close(layer(tiles), expected, rtol=1e-9, atol=1e-9)
+        gathered = layer(tiles)
+    apart = ImageStatistics([layer])
     for tile in tiles:  # in batches, the moments add up
         with apart.gather():
             layer(tile[None])
+
+    assert_close(gathered, expected, 1e-8)
     for statistics in (together, apart):
         with statistics.apply():
-            found = layer(tiles[1:])
-        torch.testing.assert_close(found, expected[1:], rtol=1e-9, atol=1e-9)
-        assert found.is_contiguous(memory_format=memory_format)
-    assert (alone - expected).norm() > 0.1 * expected.norm()
+            y = layer(tiles[1:])
+        assert_close(y, expected[1:], 1e-8)
+        assert y.is_contiguous(memory_format=memory_format)
     assert torch.equal(layer(tiles), alone)  # afterwards as before
 
 
@@ -54,43 +62,52 @@ def test_a_shared_layer_has_statistics_for_each_call():
     layer = GroupWhitening2d(8, 4)  # as in the heads of dense detectors, for all levels
     levels = [torch.randn(2, 8, side, side) * side for side in (16, 8)]
     statistics = ImageStatistics([layer])
+
     with statistics.gather():
-        expected = [layer(level, relu=True) for level in levels]
+        gathered = [layer(level, relu=True) for level in levels]
     with statistics.apply():
-        for level, y in zip(levels, expected, strict=True):
-            torch.testing.assert_close(layer(level, relu=True), y)
-    assert all(y.min() == 0 and 0.1 < y.std() < 1 for y in expected)
+        applied = [layer(level, relu=True) for level in levels]
+
+    torch.testing.assert_close(applied, gathered)
+    for y in applied:
+        assert y.min() == 0
+        assert 0.1 < y.std() < 1
 
 
 def test_half_precision_under_autocast():
     torch.manual_seed(0)
-    layer, x = GroupWhitening2d(8, 4), torch.randn(3, 8, 9, 9)
-    statistics, rounded = ImageStatistics([layer]), ImageStatistics([layer])
-    with statistics.gather():
+    layer = GroupWhitening2d(8, 4)
+    x = torch.randn(3, 8, 9, 9)
+    with ImageStatistics([layer]).gather():
         expected = layer(x)
-    with torch.autocast("cpu", torch.bfloat16), rounded.gather():
-        found = layer(x.bfloat16())
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+
+    with torch.autocast("cpu", torch.bfloat16), ImageStatistics([layer]).gather():
+        y = layer(x.bfloat16())
+
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_other_norms_are_left_alone_and_errors_restore_the_layers():
+def test_other_norms_are_left_alone():
     others = (
         nn.BatchNorm2d(4),
         BatchRenorm2d(4),
         nn.InstanceNorm2d(4, track_running_stats=True),
         nn.Conv2d(3, 3, 3),
+        timm.layers.GroupNormAct(4, 2),  # has an activation
     )
-    assert (
-        ImageStatistics((*others, timm.layers.GroupNormAct(4, 2))).layers == []
-    )  # has an activation
-    assert len(ImageStatistics([type("Renamed", (nn.GroupNorm,), {})(2, 4)]).layers) == 1
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), GroupWhitening2d(8, 4), nn.BatchNorm2d(8), nn.GroupNorm(2, 8)
-    ).eval()
+    renamed = type("Renamed", (nn.GroupNorm,), {})(2, 4)
+
+    assert ImageStatistics((*others, renamed)).layers == [renamed]
+
+
+def test_errors_restore_the_layers():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), GroupWhitening2d(8, 4), nn.GroupNorm(2, 8))
     x = torch.randn(2, 3, 9, 9)
     before = model(x)
+
     with pytest.raises(RuntimeError, match="stop"), ImageStatistics(model.modules()).gather():
         assert not torch.allclose(model(x), before)
         raise RuntimeError("stop")
+
     assert torch.equal(model(x), before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ SOLVER_ARGS = [{"solver": "newton", "iters": t} for t in (1, 3, 5, 7)] + [{"solv
 
 
 def grid() -> list[tuple[int, tuple[int, ...], Setting]]:
-    """Return (C, spatial size, setting): every g with every solver, C from 8 to 2048, odd sizes, M > g."""
+    """Return (C, spatial size, setting): every g and solver, C from 8 to 2048, odd sizes, M > g."""
     rows = []
     for g in GROUPS:
         sizes = [
@@ -26,17 +28,29 @@ def grid() -> list[tuple[int, tuple[int, ...], Setting]]:
             (256, (5, 7)),
             (2048, (3, 3)),
         ]
-        rows += [(c, size, Setting(g, **args)) for c, size in sizes for args in SOLVER_ARGS]
+        for channels, size in sizes:
+            rows += [(channels, size, Setting(g, **args)) for args in SOLVER_ARGS]
     return rows
 
 
 def correlated(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """Return float64 features: correlated channels of unequal scale, with a mean."""
+    samples, channels, *spatial = shape
     rng = np.random.default_rng(seed)
-    channels = shape[1]
-    mixed = rng.normal(size=shape) + 0.5 * rng.normal(size=(shape[0], 1, *shape[2:]))
-    per_channel = (1, channels, *[1] * (len(shape) - 2))
+    mixed = rng.normal(size=shape) + 0.5 * rng.normal(size=(samples, 1, *spatial))
+    per_channel = (1, channels, *[1] * len(spatial))
     return mixed * rng.uniform(0.5, 2.0, per_channel) + rng.normal(size=per_channel)
+
+
+def features(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return :func:`correlated` as a tensor."""
+    return torch.from_numpy(correlated(shape, seed))
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return independent normal values."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=dtype)
 
 
 def gw(
@@ -51,27 +65,8 @@ def bw(x, width, weight=None, bias=None, *, solver="newton", **options) -> torch
     return batch_whiten(x, width, weight, bias, solver=Solver(solver, **options))
 
 
-def build(
-    channels: int, setting: Setting, dtype: torch.dtype = torch.float64
-) -> GroupWhitening2d:
-    """Build the layer of a setting, with random affine parameters, so that a lost one shows."""
-    layer = GroupWhitening2d(
-        channels, setting.groups, setting.iters, setting.eps, solver=setting.solver
-    )
-    rng = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        layer.weight.copy_(torch.rand(channels, generator=rng) + 0.5)
-        layer.bias.copy_(torch.randn(channels, generator=rng))
-    return layer.to(dtype)
-
-
-def affine_of(layer: GroupWhitening2d) -> tuple[np.ndarray, np.ndarray]:
-    """Return (weight, bias) as float64 arrays for the oracle."""
-    return layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
-
-
 def layer(channels: int, groups: int = 64, **options) -> GroupWhitening2d:
-    """Build a layer with random affine parameters."""
+    """Build a layer with random affine parameters, so that a lost one shows."""
     made = GroupWhitening2d(channels, groups, **options)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -80,24 +75,36 @@ def layer(channels: int, groups: int = 64, **options) -> GroupWhitening2d:
     return made
 
 
+def build(
+    channels: int, setting: Setting, dtype: torch.dtype = torch.float64
+) -> GroupWhitening2d:
+    """Build the layer of a setting."""
+    options = {"num_iters": setting.iters, "eps": setting.eps, "solver": setting.solver}
+    return layer(channels, setting.groups, **options).to(dtype)
+
+
+def affine_of(layer: GroupWhitening2d) -> tuple[np.ndarray, np.ndarray]:
+    """Return (weight, bias) as float64 arrays for the oracle."""
+    return layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
+
+
 def gradients(
     module: nn.Module, x: torch.Tensor, dy: torch.Tensor, **options
 ) -> list[torch.Tensor]:
     """Return y and the gradients of x, weight and bias."""
     x = x.clone().requires_grad_()
     y = module(x, **options)
-    return [
-        y.detach(),
-        *torch.autograd.grad(y, (x, module.weight, module.bias), dy.to(y.dtype)),
-    ]
+    inputs = x, module.weight, module.bias
+    return [y.detach(), *torch.autograd.grad(y, inputs, dy.to(y.dtype))]
 
 
 def reference(
     module: GroupWhitening2d, x: torch.Tensor, dy: torch.Tensor, *, relu: bool = False
 ) -> list[torch.Tensor]:
     """Compute the same in float64 by the reference."""
-    x = x.double().requires_grad_()
-    weight, bias = (p.detach().double().requires_grad_() for p in (module.weight, module.bias))
+    x, weight, bias = (
+        tensor.detach().double().requires_grad_() for tensor in (x, module.weight, module.bias)
+    )
     y = group_whiten_reference(x, weight, bias, module.num_groups, module.solver, relu)
     return [y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy.double())]
 
@@ -106,12 +113,26 @@ def assert_like_reference(
     made: GroupWhitening2d, x: torch.Tensor, dy: torch.Tensor, limit: float, **options
 ) -> None:
     """Compare y and all gradients with float64."""
-    for value, expected in zip(
-        gradients(made, x, dy, **options), reference(made, x, dy, **options), strict=True
-    ):
-        assert error(value, expected) < limit
+    values = gradients(made, x, dy, **options)
+    assert_errors_below(limit, values, reference(made, x, dy, **options))
+
+
+def assert_errors_below(
+    limit: float, values: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
+) -> None:
+    """Compare tensors in the Frobenius norm."""
+    for value, wanted in zip(values, expected, strict=True):
+        assert error(value, wanted) < limit
 
 
 def error(value: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the relative error in the Frobenius norm."""
-    return ((value.double() - expected).norm() / expected.norm()).item()
+    expected = expected.double()
+    difference = value.double() - expected
+    return (difference.norm() / expected.norm()).item()
+
+
+def assert_close(value, expected, tolerance: float = 1e-10) -> None:
+    """Compare a tensor with a tensor or array, by the absolute error."""
+    expected = torch.as_tensor(expected)
+    torch.testing.assert_close(value.detach(), expected, rtol=0, atol=tolerance)

@@ -16,11 +16,7 @@ import numpy as np
 
 def divide(x: np.ndarray, g: int) -> np.ndarray:
     """Group division Pi (Eq. 8): one sample (C, *spatial) -> X_G (g, M), groups of neighboring channels."""
-    channels = x.shape[0]
-    if channels % g:
-        raise ValueError(f"{channels} channels cannot be divided into {g} groups")
-    per_group = channels // g
-    return np.stack([x[i * per_group : (i + 1) * per_group].reshape(-1) for i in range(g)])
+    return np.stack([group.reshape(-1) for group in np.split(x, g)])
 
 
 def undivide(x_g: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -44,15 +40,17 @@ def zca(sigma: np.ndarray) -> np.ndarray:
 def newton_iterates(sigma: np.ndarray, iters: int) -> list[np.ndarray]:
     """P_0 ... P_T with P_k = (3 P_{k-1} - P_{k-1}^3 Sigma_N) / 2 and Sigma_N = Sigma / tr(Sigma) (Eq. 7)."""
     sigma_n = sigma / np.trace(sigma)
-    p = [np.eye(sigma.shape[0])]
+    p = [np.eye(len(sigma))]
     for _ in range(iters):
-        p.append(0.5 * (3.0 * p[-1] - np.linalg.matrix_power(p[-1], 3) @ sigma_n))
+        cube = np.linalg.matrix_power(p[-1], 3)
+        p.append(0.5 * (3.0 * p[-1] - cube @ sigma_n))
     return p
 
 
 def newton(sigma: np.ndarray, iters: int) -> np.ndarray:
     """W = P_T / sqrt(tr(Sigma)) (Eq. 6)."""
-    return newton_iterates(sigma, iters)[-1] / np.sqrt(np.trace(sigma))
+    p = newton_iterates(sigma, iters)
+    return p[-1] / np.sqrt(np.trace(sigma))
 
 
 def newton_scalar(s: float | np.ndarray, iters: int) -> np.ndarray:
@@ -74,9 +72,12 @@ def zca_backward(grad_w: np.ndarray, sigma: np.ndarray) -> np.ndarray:
     gap = lam[:, None] - lam[None, :]
     np.fill_diagonal(gap, np.inf)
     k = 1.0 / gap
+
     grad_lam = d.T @ grad_w @ d @ np.diag(-0.5 * lam**-1.5)  # Eq. 1
     grad_d = (grad_w + grad_w.T) @ d @ np.diag(lam**-0.5)  # Eq. 2
-    return d @ (k.T * (d.T @ grad_d) + np.diag(np.diag(grad_lam))) @ d.T  # Eq. 3
+
+    inner = k.T * (d.T @ grad_d) + np.diag(np.diag(grad_lam))
+    return d @ inner @ d.T  # Eq. 3
 
 
 def lyapunov_backward(grad_w: np.ndarray, sigma: np.ndarray) -> np.ndarray:
@@ -86,23 +87,25 @@ def lyapunov_backward(grad_w: np.ndarray, sigma: np.ndarray) -> np.ndarray:
     adjoint, so dL/dSigma is the X that solves S X + X S = -W dL/dW W, here as a linear system of g^2
     unknowns.
     """
-    g = sigma.shape[0]
+    identity = np.eye(len(sigma))
     w = zca(sigma)
     s = sigma @ w
-    system = np.kron(s, np.eye(g)) + np.kron(np.eye(g), s)
-    sym = 0.5 * (grad_w + grad_w.T)
-    return np.linalg.solve(system, -(w @ sym @ w).reshape(-1)).reshape(g, g)
+    symmetric = 0.5 * (grad_w + grad_w.T)
+
+    system = np.kron(s, identity) + np.kron(identity, s)
+    right = -(w @ symmetric @ w)
+    return np.linalg.solve(system, right.reshape(-1)).reshape(sigma.shape)
 
 
 def newton_backward(grad_w: np.ndarray, sigma: np.ndarray, iters: int) -> np.ndarray:
     """dL/dSigma of the Newton iteration by Eqs. 5 and 6."""
     trace = np.trace(sigma)
     sigma_n = sigma / trace
-    p = newton_iterates(sigma, iters)
+    *p, last = newton_iterates(sigma, iters)
+
     grad_p = grad_w / np.sqrt(trace)
     grad_sigma_n = np.zeros_like(sigma)
-    for k in range(iters, 0, -1):
-        q = p[k - 1]
+    for q in reversed(p):
         grad_sigma_n += -0.5 * (q @ q @ q).T @ grad_p
         grad_p = (
             1.5 * grad_p
@@ -110,12 +113,10 @@ def newton_backward(grad_w: np.ndarray, sigma: np.ndarray, iters: int) -> np.nda
             - 0.5 * (q @ q).T @ grad_p @ sigma_n.T
             - 0.5 * q.T @ grad_p @ (q @ sigma_n).T
         )
-    identity = np.eye(sigma.shape[0])
-    return (
-        grad_sigma_n / trace
-        - np.trace(grad_sigma_n @ sigma) / trace**2 * identity
-        - np.trace(grad_w.T @ p[-1]) / (2.0 * trace**1.5) * identity
-    )
+
+    of_trace = np.trace(grad_sigma_n @ sigma) / trace**2
+    of_root = np.trace(grad_w.T @ last) / (2.0 * trace**1.5)
+    return grad_sigma_n / trace - (of_trace + of_root) * np.eye(len(sigma))
 
 
 @dataclass(frozen=True)
@@ -129,19 +130,28 @@ class Setting:
 
     def forward(self, sigma: np.ndarray) -> np.ndarray:
         """psi^f: covariance (g, g) -> whitening matrix (g, g)."""
-        return zca(sigma) if self.solver == "zca" else newton(sigma, self.iters)
+        if self.solver == "zca":
+            return zca(sigma)
+        return newton(sigma, self.iters)
 
     def backward(self, grad_w: np.ndarray, sigma: np.ndarray) -> np.ndarray:
         """psi^b: dL/dW -> dL/dSigma."""
-        return (
-            zca_backward(grad_w, sigma)
-            if self.solver == "zca"
-            else newton_backward(grad_w, sigma, self.iters)
-        )
+        if self.solver == "zca":
+            return zca_backward(grad_w, sigma)
+        return newton_backward(grad_w, sigma, self.iters)
 
 
-def _per_channel(v: np.ndarray | None, ndim: int) -> np.ndarray | float:
-    return 1.0 if v is None else np.asarray(v, np.float64).reshape(-1, *[1] * (ndim - 2))
+def _per_channel(value: np.ndarray | None, ndim: int, default: float) -> np.ndarray | float:
+    if value is None:
+        return default
+    spatial = [1] * (ndim - 2)
+    return value.reshape(-1, *spatial)
+
+
+def _center(sample: np.ndarray, g: int) -> np.ndarray:
+    """X_C = X_G - mu 1^T of one sample (Algorithm 1, lines 5 and 6)."""
+    x_g = divide(sample, g)
+    return x_g - x_g.mean(axis=1, keepdims=True)
 
 
 def group_whiten(
@@ -151,33 +161,34 @@ def group_whiten(
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
     """Algorithm 1 on every sample of x (N, C, *spatial), then the affine map per channel."""
-    x = np.asarray(x, np.float64)
-    out = np.empty_like(x)
+    x_hat = np.empty_like(x)
     for n, sample in enumerate(x):
-        x_g = divide(sample, setting.groups)
-        x_c = x_g - x_g.mean(axis=1, keepdims=True)
+        x_c = _center(sample, setting.groups)
         w = setting.forward(covariance(x_c, setting.eps))
-        out[n] = undivide(w @ x_c, sample.shape)
-    shift = 0.0 if bias is None else _per_channel(bias, x.ndim)
-    return out * _per_channel(weight, x.ndim) + shift
+        x_hat[n] = undivide(w @ x_c, sample.shape)
+
+    scale = _per_channel(weight, x.ndim, 1.0)
+    shift = _per_channel(bias, x.ndim, 0.0)
+    return x_hat * scale + shift
 
 
 def group_whiten_backward(
     x: np.ndarray, grad_out: np.ndarray, setting: Setting, weight: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Algorithm 2 on every sample: dL/dx (N, C, *spatial), dL/dweight (C,) and dL/dbias (C,)."""
-    x, grad_out = np.asarray(x, np.float64), np.asarray(grad_out, np.float64)
     axes = (0, *range(2, x.ndim))
     grad_weight = (grad_out * group_whiten(x, setting)).sum(axis=axes)
     grad_bias = grad_out.sum(axis=axes)
+
+    grad_x_hat = grad_out * _per_channel(weight, x.ndim, 1.0)
     grad_x = np.empty_like(x)
     for n, sample in enumerate(x):
-        x_g = divide(sample, setting.groups)
-        x_c = x_g - x_g.mean(axis=1, keepdims=True)
+        x_c = _center(sample, setting.groups)
         m = x_c.shape[1]
         sigma = covariance(x_c, setting.eps)
         w = setting.forward(sigma)
-        grad_g = divide(grad_out[n] * _per_channel(weight, x.ndim), setting.groups)
+
+        grad_g = divide(grad_x_hat[n], setting.groups)
         grad_sigma = setting.backward(grad_g @ x_c.T, sigma)  # lines 4 and 5
         f = grad_g.mean(axis=1, keepdims=True)  # line 6
         grad_g = w @ (grad_g - f) + (grad_sigma + grad_sigma.T) @ x_c / m  # line 7

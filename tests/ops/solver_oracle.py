@@ -21,12 +21,15 @@ def whitening(
     corr: bool = False,
 ) -> np.ndarray:
     """psi(Sigma) of a covariance (g, g) without eps; Table I of Batch Orthogonalization for ``corr``."""
-    sigma = covariance + (0.0 if name == "pivoted_cholesky" else eps) * np.eye(len(covariance))
+    sigma = covariance
+    if name != "pivoted_cholesky":
+        sigma = sigma + eps * np.eye(len(sigma))
     scale = np.ones(len(sigma))
     if corr:
         scale = 1 / np.sqrt(np.diag(sigma))
         sigma = np.outer(scale, scale) * sigma
         np.fill_diagonal(sigma, 1.0)
+
     matrices = {
         "newton": lambda: newton(sigma, iters),
         "zca": lambda: zca(sigma),
@@ -54,13 +57,14 @@ def zca_entropy(sigma: np.ndarray, eps: float) -> np.ndarray:
 
 def effective_rank(lam: np.ndarray) -> int:
     """The nearest integer to exp of the entropy of the normalized eigenvalues."""
-    p = [value / sum(lam) for value in lam]
-    return round(np.exp(-sum(x * np.log(x) for x in p if x > 0)))
+    p = lam[lam > 0] / lam.sum()
+    entropy = -(p * np.log(p)).sum()
+    return round(np.exp(entropy))
 
 
 def _lifted(u: np.ndarray, lam: np.ndarray, theta: float, eps: float) -> np.ndarray:
-    lam = np.where(lam < theta, theta, lam) if eps <= theta else np.where(lam < eps, eps, lam)
-    return u @ np.diag(lam**-0.5) @ u.T
+    lifted = np.maximum(lam, max(theta, eps))
+    return u @ np.diag(lifted**-0.5) @ u.T
 
 
 def pca(sigma: np.ndarray) -> np.ndarray:
@@ -83,12 +87,16 @@ def pivoted_cholesky(sigma: np.ndarray, eps: float) -> np.ndarray:
     size = len(sigma)
     p = np.eye(size)[pivots - 1]
     factor = np.tril(factor)
-    unit, d = np.eye(size), np.zeros(size)
+
+    unit = np.eye(size)
+    d = np.zeros(size)
     for k in range(rank):  # what is behind the rank was not factorized
         d[k] = factor[k, k] ** 2
         unit[:, k] = factor[:, k] / factor[k, k]
+
     d[d < eps] = eps
-    return np.diag([x**-0.5 if x > 0 else 0.0 for x in d]) @ np.linalg.inv(unit) @ p
+    d[d == 0] = np.inf
+    return np.diag(d**-0.5) @ np.linalg.inv(unit) @ p
 
 
 def thresholded_backward(
@@ -96,32 +104,38 @@ def thresholded_backward(
 ) -> np.ndarray:
     """Algorithm 6 without Gamma and with K infinite, for distinct eigenvalues; F is of the eigenvalues of Sigma."""
     u, lam, _ = np.linalg.svd(sigma)
-    heir = 0 if version == "max" else effective_rank(lam) - 1
-    theta = c * lam[0] if version == "max" else lam[heir]
-    m = lam < max(theta, eps)
-    lifted = np.where(m, max(theta, eps), lam)
+    heir, slope = (0, c) if version == "max" else (effective_rank(lam) - 1, 1.0)
+    theta = slope * lam[heir]
+    floor = max(theta, eps)
+    m = lam < floor
+    lifted = np.maximum(lam, floor)
+
     grad_a = 0.5 * (grad_w + grad_w.T)
     grad_u = 2 * grad_a @ u @ np.diag(lifted**-0.5)
     grad_u = 0.5 * (grad_u - u @ grad_u.T @ u)
+
     grad_lam = -0.5 * np.diag(u.T @ grad_a @ u) * lifted**-1.5
     if eps <= theta:
-        grad_lam[heir] += (c if version == "max" else 1.0) * grad_lam[m].sum()
+        grad_lam[heir] += slope * grad_lam[m].sum()
     grad_lam[m] = 0
+
     gap = lam[None, :] - lam[:, None]
     np.fill_diagonal(gap, np.inf)
-    return u @ (np.diag(grad_lam) + (u.T @ grad_u) / gap) @ u.T
+    inner = np.diag(grad_lam) + (u.T @ grad_u) / gap
+    return u @ inner @ u.T
 
 
 def batch_whiten(x: np.ndarray, width: int, name: str, **options: float) -> np.ndarray:
     """Batch whitening of x (N, C, *spatial), group after group, the last one with what is left of the channels."""
     out = np.empty_like(x)
     for first in range(0, x.shape[1], width):
-        mean, sigma = batch_moments(x[:, first : first + width])
+        group = slice(first, first + width)
+        mean, sigma = batch_moments(x[:, group])
         w = whitening(name, sigma, **options)
         for n, sample in enumerate(x):
             for position in np.ndindex(*x.shape[2:]):
-                column = sample[(slice(first, first + width), *position)]
-                out[(n, slice(first, first + width), *position)] = w @ (column - mean)
+                column = sample[(group, *position)]
+                out[(n, group, *position)] = w @ (column - mean)
     return out
 
 

@@ -5,7 +5,16 @@ import pytest
 import torch
 
 from . import oracle
-from .cases import affine_of, build, correlated, grid
+from .cases import (
+    affine_of,
+    assert_close,
+    build,
+    correlated,
+    features,
+    gradients,
+    grid,
+    randn,
+)
 from .oracle import Setting
 
 
@@ -13,22 +22,18 @@ from .oracle import Setting
 def test_forward_and_backward_equal_the_papers_algorithms(channels, size, setting):
     layer = build(channels, setting)
     weight, bias = affine_of(layer)
-    x, grad = correlated((2, channels, *size)), correlated((2, channels, *size), seed=1)
+    x = correlated((2, channels, *size))
+    grad = correlated((2, channels, *size), seed=1)
     leaf = torch.from_numpy(x).requires_grad_()
-    y = layer(leaf)
-    np.testing.assert_allclose(
-        y.detach().numpy(), oracle.group_whiten(x, setting, weight, bias), rtol=0, atol=1e-10
-    )
 
+    y = layer(leaf)
     y.backward(torch.from_numpy(grad))
+
+    assert_close(y, oracle.group_whiten(x, setting, weight, bias))
     expected = oracle.group_whiten_backward(x, grad, setting, weight)
-    for name, tensor, reference in zip(
-        ("x", "weight", "bias"), (leaf, layer.weight, layer.bias), expected, strict=True
-    ):
-        scale = np.abs(reference).max()
-        np.testing.assert_allclose(
-            tensor.grad.numpy() / scale, reference / scale, rtol=0, atol=1e-10, err_msg=name
-        )
+    for tensor, wanted in zip((leaf, layer.weight, layer.bias), expected, strict=True):
+        scale = np.abs(wanted).max()
+        assert_close(tensor.grad / scale, wanted / scale)
 
 
 @pytest.mark.parametrize("solver", ["newton", "zca"])
@@ -40,14 +45,13 @@ def test_forward_and_backward_equal_the_papers_algorithms(channels, size, settin
 )
 def test_every_input_rank_and_no_more_groups_than_channels(channels, groups, size, solver):
     layer = build(channels, Setting(groups, eps=1e-3, solver=solver))
+    x = features(3, channels, *size)
+
+    y = layer(x)
+
     assert layer.num_groups == min(groups, channels)
-    x = correlated((3, channels, *size))
-    y = layer(torch.from_numpy(x))
-    assert y.shape == x.shape
     setting = Setting(layer.num_groups, eps=1e-3, solver=solver)
-    np.testing.assert_allclose(
-        y.detach().numpy(), oracle.group_whiten(x, setting, *affine_of(layer)), atol=1e-10
-    )
+    assert_close(y, oracle.group_whiten(x.numpy(), setting, *affine_of(layer)))
 
 
 @pytest.mark.parametrize("solver", ["newton", "zca"])
@@ -56,22 +60,21 @@ def test_autocast_does_not_overflow_at_stem_size(dtype, solver):
     """x x^T sums 67200 squares of about 400: 2.7e7, where float16 ends at 65504."""
     setting = Setting(64, solver=solver)
     layer = build(64, setting, torch.float32)
-    x = (
-        (20 * torch.randn(1, 64, 200, 336, generator=torch.Generator().manual_seed(0)))
-        .to(dtype)
-        .requires_grad_()
-    )
+    x = (20 * randn(1, 64, 200, 336)).to(dtype).requires_grad_()
+
     with torch.autocast("cpu", dtype=dtype):
         y = layer(x)
-    expected = oracle.group_whiten(x.detach().double().numpy(), setting, *affine_of(layer))
-    error = np.abs(y.detach().double().numpy() - expected) / (1 + np.abs(expected))
-    # the output's rounding, half a unit in the last place, times two: the affine map may come before or after it
-    assert y.dtype == dtype and error.max() <= 5e-5 + (
-        2**-10 if dtype == torch.float16 else 2**-7
-    )
     y.backward(torch.ones_like(y))
-    assert x.grad.dtype == dtype
-    assert all(value.grad.isfinite().all() for value in (x, layer.weight, layer.bias))
+
+    assert y.dtype == x.grad.dtype == dtype
+    expected = oracle.group_whiten(x.detach().double().numpy(), setting, *affine_of(layer))
+    difference = np.abs(y.detach().double().numpy() - expected)
+    # the output's rounding, half a unit in the last place, times two: the affine map may come
+    # before or after it
+    rounding = 2**-10 if dtype == torch.float16 else 2**-7
+    assert (difference <= (5e-5 + rounding) * (1 + np.abs(expected))).all()
+    for tensor in (x, layer.weight, layer.bias):
+        assert tensor.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("solver", ["newton", "zca"])
@@ -86,14 +89,17 @@ def test_autocast_does_not_overflow_at_stem_size(dtype, solver):
     ids=str,
 )
 def test_memory_format_is_kept(size, memory_format, channels, solver):
-    x = torch.from_numpy(correlated((2, channels, *size)))
-    grad = torch.from_numpy(correlated((2, channels, *size), seed=1))
-    results = []
-    for fmt in (torch.contiguous_format, memory_format):
-        layer = build(channels, Setting(16, eps=1e-3, solver=solver))
-        leaf = x.clone(memory_format=fmt).requires_grad_()
-        y = layer(leaf)
-        assert y.is_contiguous(memory_format=fmt)
-        y.backward(grad.to(memory_format=fmt))
-        results.append((y, leaf.grad, layer.weight.grad, layer.bias.grad))
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
+    layer = build(channels, Setting(16, eps=1e-3, solver=solver))
+    x = features(2, channels, *size)
+    grad = features(2, channels, *size, seed=1)
+    expected = gradients(layer, x, grad)
+
+    found = gradients(
+        layer,
+        x.contiguous(memory_format=memory_format),
+        grad.contiguous(memory_format=memory_format),
+    )
+
+    assert found[0].is_contiguous(memory_format=memory_format)
+    for value, wanted in zip(found, expected, strict=True):
+        assert_close(value, wanted, 1e-12)

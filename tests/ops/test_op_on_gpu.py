@@ -8,7 +8,7 @@ from gw_detectron.layers import group_whiten
 from gw_detectron.ops.group_whitening import triton as triton_kernels
 from gw_detectron.ops.group_whitening.op import choose_backend
 
-from .cases import error, gradients, layer, reference
+from .cases import assert_errors_below, error, gradients, layer, randn, reference
 
 DEVICE = "cuda"
 pytestmark = [
@@ -32,12 +32,9 @@ def float32_is_float32():
 
 def inputs(shape, dtype=torch.float32, memory_format=torch.contiguous_format):
     """Return x, with a mean, and dy."""
-    generator = torch.Generator().manual_seed(0)
-    pair = (
-        torch.randn(shape, generator=generator) * 2 + 1,
-        torch.randn(shape, generator=generator),
-    )
-    return [tensor.to(DEVICE, dtype, memory_format=memory_format) for tensor in pair]
+    x = randn(*shape) * 2 + 1
+    dy = randn(*shape, seed=1)
+    return [tensor.to(DEVICE, dtype, memory_format=memory_format) for tensor in (x, dy)]
 
 
 def on_device(channels, groups=64, **options):
@@ -57,10 +54,11 @@ def test_y_and_gradients_are_those_of_float64(shape, dtype, limit, memory_format
     x, dy = inputs(shape, dtype, memory_format)
     made = on_device(shape[1])
     assert choose_backend(x, 64) == "triton"
-    found = gradients(made, x, dy)
-    assert found[0].is_contiguous(memory_format=memory_format)
-    for value, expected in zip(found, reference(made, x, dy), strict=True):
-        assert error(value, expected) < limit
+
+    values = gradients(made, x, dy)
+
+    assert values[0].is_contiguous(memory_format=memory_format)
+    assert_errors_below(limit, values, reference(made, x, dy))
 
 
 @pytest.mark.parametrize(
@@ -84,12 +82,14 @@ def test_y_and_gradients_are_those_of_float64(shape, dtype, limit, memory_format
 def test_its_relu_is_the_same_as_one_behind_it(shape, groups, dtype, tolerance, memory_format):
     """Also with few positions, where a tile is smaller than a program, and with dx written in place of dy."""
     x, dy = inputs(shape, dtype, memory_format)
-    fused = gradients(on_device(shape[1], groups), x, dy, relu=True)
-    plain = on_device(shape[1], groups)
-    y = plain(x)
-    assert torch.equal(fused[0], y.relu())
-    for value, expected in zip(fused[1:], gradients(plain, x, dy * (y > 0))[1:], strict=True):
-        assert error(value, expected.double()) < tolerance
+    made = on_device(shape[1], groups)
+    y = made(x)
+    _, *expected = gradients(made, x, dy * (y > 0))
+
+    fused, *found = gradients(made, x, dy, relu=True)
+
+    assert torch.equal(fused, y.relu())
+    assert_errors_below(tolerance, found, expected)
 
 
 @pytest.mark.parametrize("size", [(400, 672), (800, 1344)], ids=str)
@@ -98,28 +98,29 @@ def test_its_relu_is_the_same_as_one_behind_it(shape, groups, dtype, tolerance, 
 )
 def test_autocast_and_a_gradient_scaler_on_large_maps(dtype, tolerance, size):
     """A sum over so many positions leaves float16's range: the statistics must be computed in float32."""
-    conv, made = torch.nn.Conv2d(3, 64, 3, padding=1).to(DEVICE), on_device(64)
-    image = inputs((1, 3, *size))[0] * 20
+    conv = torch.nn.Conv2d(3, 64, 3, padding=1).to(DEVICE)
+    made = on_device(64)
+    image, _ = inputs((1, 3, *size))
     optimizer = torch.optim.SGD([*conv.parameters(), *made.parameters()], 0.1)
     scaler = torch.amp.GradScaler(DEVICE)
     before = made.weight.detach().clone()
+
     with torch.autocast(DEVICE, dtype):
-        x = conv(image)
+        x = conv(20 * image)
         y = made(x)
         loss = y.float().square().mean()
+
     assert x.dtype == y.dtype == dtype
     with torch.no_grad():
-        expected = group_whiten(
-            x.double(), 64, weight=made.weight.double(), bias=made.bias.double()
-        )
+        expected = group_whiten(x.double(), 64, made.weight.double(), made.bias.double())
     assert error(y, expected) < tolerance
+
     scaler.scale(loss).backward()
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
-    assert (
-        scaler.get_scale() >= scale
-    )  # no gradient was infinite or NaN, which would halve it and skip the step
+    # no gradient was infinite or NaN, which would halve it and skip the step
+    assert scaler.get_scale() >= scale
     assert not torch.equal(made.weight, before)
 
 
@@ -128,21 +129,25 @@ def test_same_bits_twice():
     made = on_device(256)
     torch.use_deterministic_algorithms(True)
     try:
-        for first, second in zip(gradients(made, x, dy), gradients(made, x, dy), strict=True):
-            assert torch.equal(first, second)
+        first = gradients(made, x, dy)
+        second = gradients(made, x, dy)
     finally:
         torch.use_deterministic_algorithms(False)
+
+    assert all(map(torch.equal, first, second))
 
 
 def test_a_cuda_graph_replays_forward_and_backward():
     x, dy = inputs((2, 128, 50, 84))
-    made, x = on_device(128), x.requires_grad_()
+    x.requires_grad_()
+    made = on_device(128)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):  # Triton compiles, and gradients exist before they are captured
             made(x).backward(dy)
     torch.cuda.current_stream().wait_stream(side)
+
     graph = torch.cuda.CUDAGraph()
     made.zero_grad(set_to_none=True)
     x.grad = None
@@ -152,19 +157,17 @@ def test_a_cuda_graph_replays_forward_and_backward():
     with torch.no_grad():
         x.copy_(3 * x.flip(0) - 1)
     graph.replay()
-    expected = gradients(made, x.detach(), dy)
-    for value, wanted in zip(
-        (y, x.grad, made.weight.grad, made.bias.grad), expected, strict=True
-    ):
-        assert torch.equal(value, wanted)
+
+    results = y, x.grad, made.weight.grad, made.bias.grad
+    assert all(map(torch.equal, results, gradients(made, x.detach(), dy)))
 
 
 def test_compiles_in_one_graph():
     x, dy = inputs((2, 64, 30, 40))
     made = on_device(64)
-    compiled = torch.compile(made, fullgraph=True)
     leaf = x.clone().requires_grad_()
-    y = compiled(leaf)
+
+    y = torch.compile(made, fullgraph=True)(leaf)
     (dx,) = torch.autograd.grad(y, leaf, dy)
-    for value, expected in zip((y, dx), gradients(made, x, dy), strict=False):
-        assert error(value, expected) < 1e-6
+
+    assert_errors_below(1e-6, (y, dx), gradients(made, x, dy)[:2])

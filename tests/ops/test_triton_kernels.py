@@ -23,12 +23,17 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.compiled_kernels import compile_launch, compiler_tool, layer_launches
+from benchmarks.compiled_kernels import (
+    compile_launch,
+    compiler_tool,
+    kernel_name,
+    layer_launches,
+)
 from gw_detectron.errors import MissingPackageError
 from gw_detectron.layers import GroupWhitening2d, newton_inverse_sqrt
 from gw_detectron.ops.group_whitening import triton as triton_kernels
-from gw_detectron.ops.group_whitening.triton import launch
 from gw_detectron.ops.group_whitening.triton import newton as write_newton
+from gw_detectron.ops.group_whitening.triton import plans, support, tiling
 from gw_detectron.ops.group_whitening.triton.compiler import triton
 from gw_detectron.ops.group_whitening.triton.gradients import (
     apply_backward,
@@ -40,7 +45,7 @@ from gw_detectron.ops.group_whitening.triton.whitening import apply
 from gw_detectron.ops.group_whitening.triton.whitening import statistics as write_statistics
 
 from . import oracle
-from .cases import correlated
+from .cases import features, randn
 from .conftest import ON_EVERY_BACKEND
 from .oracle import Setting
 
@@ -49,13 +54,13 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
-#: largest error as a fraction of the largest value. float16 and bfloat16 round operands and result (the interpreter
-#: truncates bfloat16 instead); float32 has the rounding of sums of some hundred terms, which tensor cores round toward
-#: zero.
+#: largest error as a fraction of the largest value. float16 and bfloat16 round operands and result
+#: (the interpreter truncates bfloat16 instead); float32 has the rounding of sums of some hundred
+#: terms, which tensor cores round toward zero.
 TOLERANCE = {FP32: 3e-6 if INTERPRETED else 2e-5, FP16: 2e-3, BF16: 2e-2}
 
-#: (shape, groups): one and many groups, padded rows, one and several channels in a group, odd sizes, a single column,
-#: tiles that span channels, no to three spatial dimensions, matrices of several blocks
+#: (shape, groups): one and many groups, padded rows, one and several channels in a group, odd sizes, a
+#: single column, tiles that span channels, no to three spatial dimensions, matrices of several blocks
 SHAPES = [
     ((2, 32, 13, 31), 16),
     ((2, 48, 5, 7), 16),
@@ -77,75 +82,82 @@ DTYPES = [FP32, FP16, BF16]
 
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch, request):
-    """Give programs few tiles, and launch few programs, so that small inputs are split and programs loop."""
-    if request.function.__name__.startswith("check_"):
-        small = {
-            dtype: launch.Tuning(*(setting._replace(min_tiles=1) for setting in tuning[:4]))
-            for dtype, tuning in launch.HOPPER.items()
-        }
-        monkeypatch.setattr(launch, "HOPPER", small)
-        monkeypatch.setattr(launch, "processors", lambda device: 1)
+    """Give programs few tiles, and launch few programs: small inputs are split and programs loop."""
+    if not request.function.__name__.startswith("check_"):
+        return
+    for dtype, tuning in tiling.HOPPER.items():
+        settings = [setting._replace(min_tiles=1) for setting in tuning[:4]]
+        monkeypatch.setitem(tiling.HOPPER, dtype, tiling.Tuning(*settings))
+    monkeypatch.setattr(support, "processors", lambda device: 1)
 
 
 class Sample:
     """Arguments of the kernels, and the expected values in float64."""
 
-    def __init__(
-        self, shape, groups, dtype=FP32, channels_last=False, affine=True, relu=False, seed=0
-    ):
-        self.groups, self.dtype = groups, dtype
-        channels = shape[1]
-        rng = np.random.default_rng(seed)
+    def __init__(self, shape, groups, dtype=FP32, channels_last=False, affine=True, relu=False):
+        self.groups = groups
+        self.dtype = dtype
+        n, channels = shape[:2]
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        x, dy = (torch.from_numpy(correlated(shape, seed + i)) for i in (1, 2))
-        self.x, self.dy = (
-            t.to(DEVICE, dtype).contiguous(memory_format=memory_format) for t in (x, dy)
+        self.x = (
+            features(*shape, seed=1).to(DEVICE, dtype).contiguous(memory_format=memory_format)
         )
-        self.weight = self._vector(rng, channels) if affine else None
-        self.bias = self._vector(rng, channels) if affine else None
-        n = shape[0]
+        self.dy = (
+            features(*shape, seed=2).to(DEVICE, dtype).contiguous(memory_format=memory_format)
+        )
         self.y = (self.x - self.x.float().mean()).relu().to(dtype) if relu else None
-        masked_dy = self.dy if self.y is None else self.dy * (self.y > 0)
-        self.x_g, self.dy_g = (
-            t.double().cpu().reshape(n, groups, channels // groups, -1)
-            for t in (self.x, masked_dy)
-        )
+        self.weight = randn(channels).abs().add(0.5).to(DEVICE) if affine else None
+        self.bias = randn(channels, seed=1).to(DEVICE) if affine else None
+
+        self.x_g = self.grouped(self.x)
+        self.dy_g = self.grouped(self.dy * (self.y > 0) if relu else self.dy)
         self.mean = self.x_g.mean((2, 3))
         self.x_c = self.x_g - self.mean[..., None, None]
+        self.sigma = self.covariance(eps=1e-5)
+        # those of the Newton iteration: symmetric
+        matrices = randn(2, n, groups, groups, seed=2, dtype=torch.float64)
+        self.whitening, self.slope = matrices + matrices.mT
+        self.shift = randn(n, groups, seed=3, dtype=torch.float64)
+
+    def grouped(self, activations):
+        n, channels = activations.shape[:2]
+        double = activations.double().cpu()
+        return double.reshape(n, self.groups, channels // self.groups, -1)
+
+    def covariance(self, eps=0.0):
         columns = self.x_c.flatten(2)
-        self.sigma = columns @ columns.mT / columns.shape[-1] + 1e-5 * torch.eye(groups)
-        matrices = torch.from_numpy(rng.normal(size=(2, n, groups, groups)))
-        self.whitening, self.slope = (
-            matrices + matrices.mT
-        )  # of the Newton iteration: symmetric
-        self.shift = torch.from_numpy(rng.normal(size=(n, groups)))
+        identity = torch.eye(self.groups, dtype=torch.float64)
+        return columns @ columns.mT / columns.shape[-1] + eps * identity
 
-    @staticmethod
-    def _vector(rng, channels):
-        return torch.from_numpy(rng.uniform(0.5, 1.5, channels)).to(DEVICE, FP32)
+    def per_channel(self, parameter, default):
+        if parameter is None:
+            parameter = torch.full((self.x.shape[1],), default)
+        return parameter.double().cpu().reshape(self.groups, -1, 1)
 
-    def per_channel(self, vector, default):
-        vector = torch.full((self.x.shape[1],), default) if vector is None else vector.cpu()
-        return vector.double().reshape(self.groups, -1, 1)
+    def scaled_dy(self):
+        return self.dy_g * self.per_channel(self.weight, 1.0)
 
     def given(self, *tensors):
-        return (t.to(DEVICE, FP32) for t in tensors)
+        return [tensor.to(DEVICE, FP32) for tensor in tensors]
 
     def input_gradient(self, out, dy=None, mean=None):
-        """Run the kernel with the gradients for which dX = W (weight * dY - shift) + slope (X - mean)."""
+        """Run the kernel with gradients for which dX = W (weight * dY - shift) + slope (X - mean)."""
         columns = self.x_g[0, 0].numel()
-        mean, sigma, whitening = self.given(
-            self.mean if mean is None else mean, self.sigma, self.whitening
-        )
-        grad_sigma, grad_mean = self.given(self.slope * columns / 2, self.shift * columns)
-        grad = torch.cat(
-            [torch.full_like(grad_sigma, torch.nan), grad_mean[:, None]], 1
-        )  # the last row alone is read
-        scaled = self.dy_g * self.per_channel(self.weight, 1.0)
-        (largest,) = self.given(
-            torch.maximum(scaled.abs().amax((1, 2, 3)), self.shift.abs().amax(1))
-        )
+        mean = self.mean if mean is None else mean
         dy = self.dy if dy is None else dy
+        largest = torch.maximum(
+            self.scaled_dy().abs().amax((1, 2, 3)), self.shift.abs().amax(1)
+        )
+        mean, sigma, whitening, grad_sigma, grad_mean, largest = self.given(
+            mean,
+            self.sigma,
+            self.whitening,
+            self.slope * columns / 2,
+            self.shift * columns,
+            largest,
+        )
+        # the last row alone is read
+        grad = torch.cat([torch.full_like(grad_sigma, torch.nan), grad_mean[:, None]], 1)
         apply_backward(
             self.x, mean, sigma, dy, self.weight, whitening, grad_sigma, grad, largest, out
         )
@@ -159,29 +171,54 @@ def statistics(x, groups, eps=0.0):
 
 
 def newton(sigma, num_iters):
-    write_newton(sigma, num_iters, whitening := torch.empty_like(sigma))
+    whitening = torch.empty_like(sigma)
+    write_newton(sigma, num_iters, whitening)
     return whitening
 
 
 def newton_backward(sigma, grad, num_iters):
     """Return whitening matrices and dL/dSigma."""
-    groups, whitening = sigma.shape[1], torch.empty_like(sigma)
-    kept = operands(sigma, groups, num_iters) if in_registers(groups, num_iters) else None
-    if kept is not None:
+    groups = sigma.shape[1]
+    whitening = torch.empty_like(sigma)
+    kept = None
+    if in_registers(groups, num_iters):
+        kept = operands(sigma, groups, num_iters)
         write_newton(sigma, num_iters, whitening, kept)
+
     grad = torch.nn.functional.pad(grad, (0, 0, 0, 1))
-    products, of_parameters = (
-        torch.zeros(1, *grad.shape, device=DEVICE),
-        torch.empty(2, groups, device=DEVICE),
+    products = torch.zeros(1, *grad.shape, device=DEVICE)
+    dweight, dbias = torch.empty(2, groups, device=DEVICE)
+    grad_sigma = matrix_gradients(
+        products, whitening, dweight, dbias, sigma, grad, num_iters, kept
     )
-    return whitening, matrix_gradients(
-        products, whitening, *of_parameters, sigma, grad, num_iters, kept
-    )
+    return whitening, grad_sigma
+
+
+def papers_layer(sample, x, dy, setting, relu=False):
+    """Algorithms 1 and 2 of the supplement, in numpy: y and the gradients of x, weight and bias."""
+    tensors = x, dy, sample.weight, sample.bias
+    x, dy, weight, bias = (tensor.double().cpu().numpy() for tensor in tensors)
+    y = oracle.group_whiten(x, setting, weight, bias)
+    if relu:
+        dy = np.where(y > 0, dy, 0)
+        y = np.maximum(y, 0)
+    gradients = oracle.group_whiten_backward(x, dy, setting, weight)
+    return [torch.from_numpy(array) for array in (y, *gradients)]
+
+
+def assert_relatively_close(values, expected, tolerance):
+    for value, wanted in zip(values, expected, strict=True):
+        assert relative_error(value, wanted) < tolerance
 
 
 def relative_error(actual, expected):
-    actual, expected = actual.double().cpu().reshape(expected.shape), expected.double()
-    return (actual - expected).abs().max() / expected.abs().max().clamp_min(1e-300)
+    largest = expected.double().cpu().abs().max()
+    return largest_difference(actual, expected) / largest.clamp_min(1e-300)
+
+
+def largest_difference(actual, expected):
+    actual = actual.double().cpu().reshape(expected.shape)
+    return (actual - expected.double().cpu()).abs().max()
 
 
 def cases():
@@ -198,22 +235,25 @@ def cases():
 @cases()
 def check_statistics(shape, groups, dtype, channels_last):
     sample = Sample(shape, groups, dtype, channels_last)
+
     mean, covariance = statistics(sample.x, groups, eps=0.25)
-    x_c = sample.x_c.flatten(2)
+
+    assert relative_error(mean, sample.mean) < TOLERANCE[FP32]
     # float16 and bfloat16 values are exact, but centered values are rounded to tf32
     tolerance = TOLERANCE[FP32] if dtype == FP32 else 2e-4
-    assert relative_error(mean, sample.mean) < TOLERANCE[FP32]
-    expected = x_c @ x_c.mT / x_c.shape[-1] + 0.25 * torch.eye(groups, dtype=torch.float64)
-    assert relative_error(covariance, expected) < tolerance
+    assert relative_error(covariance, sample.covariance(eps=0.25)) < tolerance
 
 
 def check_operands_are_rounded_to_nearest():
     """Tensor cores cut the low bits of a tf32 operand off, which would shrink every variance by 6.5e-4."""
     x = Sample((1, 16, 4, 8), 16, FP16).x
+
     mean, covariance = statistics(x, 16)
+
     centered = x.float().reshape(16, -1) - mean.reshape(16, 1)
-    rounded = ((centered.view(torch.int32) + 4096) & -8192).view(FP32).double()
-    assert relative_error(covariance[0], (rounded @ rounded.mT / 32).cpu()) < TOLERANCE[FP32]
+    bits = (centered.view(torch.int32) + 4096) & -8192
+    rounded = bits.view(FP32).double()
+    assert relative_error(covariance[0], rounded @ rounded.mT / 32) < TOLERANCE[FP32]
 
 
 def check_newton_of_a_singular_covariance():
@@ -223,51 +263,54 @@ def check_newton_of_a_singular_covariance():
     expected = newton_inverse_sqrt(sigma, 8)
     (expected_grad,) = torch.autograd.grad(expected, sigma, torch.ones_like(sigma))
     sigma = sigma.detach().to(DEVICE, FP32)
-    assert (
-        relative_error(newton_backward(sigma, torch.ones_like(sigma), 8)[1], expected_grad)
-        < 1e-3
-    )
-    assert newton_backward(sigma, torch.ones_like(sigma), 20)[1].isfinite().all()
+
+    _, grad_sigma = newton_backward(sigma, torch.ones_like(sigma), 8)
+    _, of_many_steps = newton_backward(sigma, torch.ones_like(sigma), 20)
+
+    assert relative_error(grad_sigma, expected_grad) < 1e-3
+    assert of_many_steps.isfinite().all()
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e8])
 def check_float32_of_any_magnitude(scale):
     """Operands are scaled before they are split into float16, also where one channel is 1e4 times another."""
     sample = Sample((2, 32, 13, 31), 16)
-    channels = torch.logspace(0, 4, 32, device=DEVICE)[:, None, None]
-    x, dy, eps = sample.x * channels * scale, sample.dy / channels / scale, 1e-5 * scale**2
+    scales = scale * torch.logspace(0, 4, 32, device=DEVICE)[:, None, None]
+    x = sample.x * scales
     x[0, 0, 0, 0] *= 1e3
+    dy = sample.dy / scales
+    eps = 1e-5 * scale**2
+
     y, mean, sigma = triton_kernels.forward(x, sample.weight, sample.bias, 16, 5, eps, False)
-    results = y, *triton_kernels.backward(dy, None, x, mean, sigma, sample.weight, 5)
-    x, dy, weight, bias = (
-        t.double().cpu().numpy() for t in (x, dy, sample.weight, sample.bias)
-    )
-    expected = [oracle.group_whiten(x, Setting(16, eps=eps), weight, bias)]
-    expected += oracle.group_whiten_backward(x, dy, Setting(16, eps=eps), weight)
-    for actual, wanted in zip(results, expected, strict=True):
-        assert relative_error(actual, torch.from_numpy(wanted)) < 2e-5
+    gradients = triton_kernels.backward(dy, None, x, mean, sigma, sample.weight, 5)
+
+    expected = papers_layer(sample, x, dy, Setting(16, eps=eps))
+    assert_relatively_close((y, *gradients), expected, 2e-5)
 
 
 @pytest.mark.parametrize("processors", [1, 3, 132])
 def check_statistics_of_any_number_of_splits(processors, monkeypatch):
-    monkeypatch.setattr(launch, "processors", lambda device: processors)
+    monkeypatch.setattr(support, "processors", lambda device: processors)
     sample = Sample((2, 48, 23, 29), 16)
-    mean, covariance = statistics(sample.x, 16)
+
+    found = statistics(sample.x, 16)
     again = statistics(sample.x, 16)
-    assert torch.equal(mean, again[0]) and torch.equal(covariance, again[1])
-    x_c = sample.x_c.flatten(2)
-    assert relative_error(covariance, x_c @ x_c.mT / x_c.shape[-1]) < TOLERANCE[FP32]
+
+    assert all(map(torch.equal, found, again))
+    assert relative_error(found[1], sample.covariance()) < TOLERANCE[FP32]
 
 
 @pytest.mark.parametrize("outlier", [False, True], ids=["", "first pixel zero"])
 def check_statistics_with_a_large_mean(outlier):
-    """A mean of 1e4 deviations; a first column far from it must not spoil the sums (x is exact here)."""
+    """A mean of 1e4 deviations; a first column far from it must not spoil the sums (x is exact)."""
     x = Sample((2, 32, 23, 31), 16).x + 1e4
     if outlier:
         x[:, :, 0, 0] = 0
+
+    mean, covariance = statistics(x, 16)
+
     x_g = x.double().cpu().reshape(2, 16, -1)
     x_c = x_g - x_g.mean(-1, keepdim=True)
-    mean, covariance = statistics(x, 16)
     assert relative_error(mean, x_g.mean(-1)) < 1e-7
     assert relative_error(covariance, x_c @ x_c.mT / x_c.shape[-1]) < TOLERANCE[FP32]
 
@@ -275,7 +318,9 @@ def check_statistics_with_a_large_mean(outlier):
 def check_statistics_of_constant_rows():
     value = torch.linspace(-3, 7, 16, device=DEVICE)  # not exact in any sum
     x = value.repeat_interleave(3)[None, :, None, None].expand(2, 48, 13, 17).contiguous()
+
     mean, covariance = statistics(x, 16)
+
     assert torch.equal(mean, value.expand(2, 16))
     assert not covariance.any()
 
@@ -283,11 +328,11 @@ def check_statistics_of_constant_rows():
 # ---------------------------------------------------------------------------------------- Newton's iteration
 
 
-def covariances(n, g, seed=0):
+def covariances(n, g):
     """With eigenvalues over three orders of magnitude."""
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(n, g, 3 * g)) * np.exp(1.5 * rng.normal(size=(n, g, 1)))
-    return torch.from_numpy(x @ x.swapaxes(-1, -2) / (3 * g) + 1e-5 * np.eye(g))
+    deviations = torch.exp(1.5 * randn(n, g, 1, seed=1, dtype=torch.float64))
+    x = randn(n, g, 3 * g, dtype=torch.float64) * deviations
+    return x @ x.mT / (3 * g) + 1e-5 * torch.eye(g)
 
 
 @pytest.mark.parametrize(
@@ -306,32 +351,37 @@ def covariances(n, g, seed=0):
 )
 def check_newton_and_its_gradient(g, num_iters, scale):
     """The expected gradient is that of autograd through the textbook iteration."""
-    n = 3 if g < 64 else 1
-    sigma = (covariances(n, g) * scale).requires_grad_()
-    grad = torch.from_numpy(np.random.default_rng(1).normal(size=(n, g, g))) + 3 * torch.eye(g)
+    sigma = (covariances(3 if g < 64 else 1, g) * scale).requires_grad_()
+    grad = randn(*sigma.shape, seed=2, dtype=torch.float64) + 3 * torch.eye(g)
     expected = newton_inverse_sqrt(sigma, num_iters)
     (expected_grad,) = torch.autograd.grad(expected, sigma, grad)
-    sigma, grad = sigma.detach().to(DEVICE, FP32), grad.to(DEVICE, FP32)
-    whitening, grad_sigma = newton_backward(sigma, grad, num_iters)
-    assert torch.equal(whitening, newton(sigma, num_iters)) or not INTERPRETED
-    for actual in (whitening, newton(sigma, num_iters)):
-        assert relative_error(actual, expected.detach()) < TOLERANCE[FP32]
-    assert relative_error(grad_sigma, (expected_grad + expected_grad.mT) / 2) < TOLERANCE[FP32]
+    expected_grad = (expected_grad + expected_grad.mT) / 2
+    sigma = sigma.detach().to(DEVICE, FP32)
+
+    whitening = newton(sigma, num_iters)
+    again, grad_sigma = newton_backward(sigma, grad.to(DEVICE, FP32), num_iters)
+
+    assert torch.equal(whitening, again) or not INTERPRETED
+    assert_relatively_close(
+        (whitening, again, grad_sigma),
+        (expected.detach(), expected.detach(), expected_grad),
+        TOLERANCE[FP32],
+    )
 
 
 def check_newton_of_nothing_and_of_nan():
     """No variance gives zero and a zero gradient; NaN stays in its sample."""
-    sigma = torch.stack(
-        [torch.zeros(16, 16), 1e-25 * torch.eye(16), torch.eye(16), torch.eye(16)]
-    )
+    variances = torch.tensor([0.0, 1e-25, 1.0, 1.0])
+    sigma = variances[:, None, None] * torch.eye(16)
     sigma[2, 3, 5] = torch.nan
     sigma[2, 4, 4] = torch.nan
     sigma = sigma.to(DEVICE)
-    whitening, grad_sigma = newton_backward(sigma, torch.ones_like(sigma), 5)
-    for result in (whitening, grad_sigma):
+
+    for result in newton_backward(sigma, torch.ones_like(sigma), 5):
         assert not result[:2].any()
         assert result[2].isnan().all()
-        assert result[3].isfinite().all() and result[3].any()
+        assert result[3].isfinite().all()
+        assert result[3].any()
 
 
 # ---------------------------------------------------------------------------------------- center, whiten, affine
@@ -343,11 +393,12 @@ def check_apply(shape, groups, dtype, channels_last, affine, relu):
     sample = Sample(shape, groups, dtype, channels_last, affine)
     y = torch.empty_like(sample.x)
     mean, sigma, whitening = sample.given(sample.mean, sample.sigma, sample.whitening)
+
     apply(sample.x, mean, sigma, whitening, sample.weight, sample.bias, relu, out=y)
-    expected = torch.einsum("nrk,nkjp->nrjp", sample.whitening, sample.x_c)
-    expected = expected * sample.per_channel(sample.weight, 1.0) + sample.per_channel(
-        sample.bias, 0.0
-    )
+
+    white = torch.einsum("nrk,nkjp->nrjp", sample.whitening, sample.x_c)
+    expected = white * sample.per_channel(sample.weight, 1.0)
+    expected = expected + sample.per_channel(sample.bias, 0.0)
     assert relative_error(y, expected.relu() if relu else expected) < TOLERANCE[dtype]
 
 
@@ -358,56 +409,54 @@ def check_grad_products_and_the_parameters_gradients(
 ):
     sample = Sample(shape, groups, dtype, channels_last, affine, relu)
     mean, sigma, whitening = sample.given(sample.mean, sample.sigma, sample.whitening)
-    masked = torch.full_like(sample.x, 7)
     arguments = sample.x, mean, sample.dy, sample.weight, sample.y
-    products, grad, largest = found = grad_products(*arguments, masked)
-    again = grad_products(*arguments, masked.clone())
-    assert torch.equal(
-        masked, torch.where(sample.y > 0, sample.dy, 0) if relu else torch.full_like(masked, 7)
-    )
-    assert all(
-        one is None or torch.equal(one, other) for one, other in zip(found, again, strict=True)
-    )
-    # relative to the lengths of the factors: a single column may be its own mean
-    scale = sample.per_channel(sample.weight, 1.0)[..., 0].T[:, None, :, None]
-    expected = torch.einsum("nrjp,nkjp->jnrk", sample.dy_g, sample.x_c)
-    expected_sums = sample.dy_g.sum(-1).permute(2, 0, 1)
-    length = sample.dy_g.norm() * sample.x_g.norm()
-    for actual, wanted in (
-        (products[:, :, :-1], expected),
-        (grad[:, :-1], (expected * scale).sum(0)),
-    ):
-        assert (actual.double().cpu() - wanted).abs().max() < TOLERANCE[dtype] * length
-    assert relative_error(products[:, :, -1], expected_sums) < TOLERANCE[FP32]
-    assert relative_error(grad[:, -1], (expected_sums * scale[..., 0]).sum(0)) < TOLERANCE[FP32]
-    if largest is not None:
-        scaled = sample.dy_g * sample.per_channel(sample.weight, 1.0)
-        assert relative_error(largest, scaled.abs().amax((1, 2, 3))) < 1e-6
-    dweight, dbias = (torch.empty(shape[1], device=DEVICE) for _ in range(2))
-    kept = (
-        operands(sigma, groups, 5) if in_registers(groups, 5) else None
-    )  # None: whitening is written, too
+    masked = torch.full_like(sample.x, 7)
+    dweight, dbias = torch.empty(2, shape[1], device=DEVICE)
+    # None: whitening is written, too
+    kept = operands(sigma, groups, 5) if in_registers(groups, 5) else None
+
+    products, grad, largest = grad_products(*arguments, masked)
+    again, *_ = grad_products(*arguments, masked.clone())
     matrix_gradients(products, whitening, dweight, dbias, sigma, grad, 5, kept)
+
+    assert torch.equal(products, again)
+    expected_masked = torch.full_like(masked, 7)
+    if relu:
+        expected_masked = torch.where(sample.y > 0, sample.dy, 0)
+    assert torch.equal(masked, expected_masked)
+
+    # relative to the lengths of the factors: a single column may be its own mean
+    limit = TOLERANCE[dtype] * sample.dy_g.norm() * sample.x_g.norm()
+    expected = torch.einsum("nrjp,nkjp->jnrk", sample.dy_g, sample.x_c)
+    scaled = torch.einsum("nrjp,nkjp->nrk", sample.scaled_dy(), sample.x_c)
     whitening = whitening.double().cpu()
     expected_dweight = (expected * whitening).sum((1, 3)).T.flatten()
-    assert (dweight.double().cpu() - expected_dweight).abs().max() < TOLERANCE[
-        dtype
-    ] * length * whitening.norm()
-    assert relative_error(dbias, expected_sums.sum(1).T.flatten()) < TOLERANCE[FP32]
+    assert largest_difference(products[:, :, :-1], expected) < limit
+    assert largest_difference(grad[:, :-1], scaled) < limit
+    assert largest_difference(dweight, expected_dweight) < limit * whitening.norm()
+
+    sums = sample.dy_g.sum(-1)
+    assert_relatively_close(
+        (products[:, :, -1], grad[:, -1], dbias),
+        (sums.permute(2, 0, 1), sample.scaled_dy().sum((2, 3)), sums.sum(0).flatten()),
+        TOLERANCE[FP32],
+    )
+    if largest is not None:
+        assert relative_error(largest, sample.scaled_dy().abs().amax((1, 2, 3))) < 1e-6
 
 
 @cases()
 @pytest.mark.parametrize(("affine", "in_place"), [(True, False), (False, False), (True, True)])
 def check_apply_backward(shape, groups, dtype, channels_last, affine, in_place):
     sample = Sample(shape, groups, dtype, channels_last, affine)
-    dx = sample.dy.clone() if in_place else torch.empty_like(sample.x)
+    dx = sample.dy.clone()
+
     sample.input_gradient(dx, dx if in_place else None)
-    scaled = (
-        sample.dy_g * sample.per_channel(sample.weight, 1.0) - sample.shift[..., None, None]
-    )
-    expected = torch.einsum("nrk,nkjp->nrjp", sample.whitening, scaled)
-    expected = expected + torch.einsum("nrk,nkjp->nrjp", sample.slope, sample.x_c)
-    assert relative_error(dx, expected) < TOLERANCE[dtype]
+
+    scaled = sample.scaled_dy() - sample.shift[..., None, None]
+    by_output = torch.einsum("nrk,nkjp->nrjp", sample.whitening, scaled)
+    by_statistics = torch.einsum("nrk,nkjp->nrjp", sample.slope, sample.x_c)
+    assert relative_error(dx, by_output + by_statistics) < TOLERANCE[dtype]
 
 
 def check_mixed_memory_formats():
@@ -417,12 +466,13 @@ def check_mixed_memory_formats():
     results = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
         dy = sample.dy.contiguous(memory_format=memory_format)
-        dx, masked = torch.empty_like(sample.x), torch.empty_like(sample.x)
+        dx = torch.empty_like(sample.x)
+        masked = torch.empty_like(sample.x)
         sample.input_gradient(dx, dy)
         products = grad_products(sample.x, mean, dy, sample.weight, sample.y, masked)
         results.append((dx, *products, masked))
-    for one, other in zip(*results, strict=True):
-        assert relative_error(one, other.cpu()) < TOLERANCE[FP32]
+
+    assert_relatively_close(*results, TOLERANCE[FP32])
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -433,28 +483,23 @@ def check_nothing_beside_the_tensors_is_read_or_written(shape, groups, channels_
     """The tensors lie in the middle of larger ones that hold NaN."""
     sample = Sample(shape, groups)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
-
-    def inside(values=None):
-        n, c, h, w = shape
-        frame = torch.full((n + 2, c + 16, h, w), torch.nan, device=DEVICE).contiguous(
-            memory_format=memory_format
-        )
-        part = frame[1:-1, 8:-8]
-        if values is not None:
-            part.copy_(values)
-        return frame, part
-
-    (_, x), (_, dy) = inside(sample.x), inside(sample.dy)
-    (y_frame, y), (dx_frame, dx), (masked_frame, masked) = inside(), inside(), inside()
-    mean, covariance = statistics(x, groups)
+    n, c, h, w = shape
+    frames = torch.full((5, n + 2, c + 16, h, w), torch.nan, device=DEVICE)
+    frames = [frame.contiguous(memory_format=memory_format) for frame in frames]
+    x, dy, y, dx, masked = (frame[1:-1, 8:-8] for frame in frames)
+    sample.x = x.copy_(sample.x)
+    sample.dy = dy.copy_(sample.dy)
     (whitening,) = sample.given(sample.whitening)
+
+    mean, covariance = statistics(x, groups)
     apply(x, mean, covariance, whitening, sample.weight, sample.bias, True, out=y)
-    sample.x = x
-    sample.input_gradient(dx, dy, mean)
-    for result in (covariance, y, dx, *grad_products(x, mean, dy, sample.weight, y, masked)):
-        assert result is None or result.isfinite().all()
-    for frame, part in ((y_frame, y), (dx_frame, dx), (masked_frame, masked)):
-        assert frame.isfinite().sum() == part.numel()
+    sample.input_gradient(dx, mean=mean)
+    products, grad, _ = grad_products(x, mean, dy, sample.weight, y, masked)
+
+    for result in (covariance, y, dx, products, grad):
+        assert result.isfinite().all()
+    for frame in frames:
+        assert frame.isfinite().sum() == x.numel()
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
@@ -465,41 +510,43 @@ def check_half_precision_does_not_overflow(dtype):
     y = torch.empty_like(x)
     mean = torch.full((1, 16), -3e4, device=DEVICE)
     sigma = torch.eye(16, device=DEVICE)[None]
+
     apply(x, mean, 2.7e9 * sigma, 1e-4 * sigma, None, None, False, out=y)
     assert y.float().amax().item() == pytest.approx(9, rel=1e-2)
+
     apply(x / 6e8, mean * 0, sigma, 1e5 * sigma, None, None, False, out=y)
     assert y.float().amax().item() == pytest.approx(10, rel=2e-2)
 
 
 def check_float16_where_a_large_common_part_cancels():
     """Centered values are not float16; their rounding to one would be 5 times that of the result."""
-    common, own = torch.randn(
-        (2, 33, 2, 9, 31), generator=torch.Generator().manual_seed(0)
-    ).split([1, 32], 1)
-    x = (30 * common + own)[:, :, 0].to(DEVICE, FP16)
+    common = randn(2, 1, 9, 31)
+    own = randn(2, 32, 9, 31, seed=1)
+    x = (30 * common + own).to(DEVICE, FP16)
+
     y, *_ = triton_kernels.forward(x, None, None, 32, 5, 1e-5, False)
-    assert (
-        relative_error(
-            y, torch.from_numpy(oracle.group_whiten(x.double().cpu().numpy(), Setting(32)))
-        )
-        < 1e-3
-    )
+
+    expected = oracle.group_whiten(x.double().cpu().numpy(), Setting(32))
+    assert relative_error(y, torch.from_numpy(expected)) < 1e-3
 
 
 def check_a_tensor_that_does_not_collapse_is_refused():
     x = torch.zeros(2, 8, 6, 6, device=DEVICE)[..., ::2]
-    assert launch.prepare(x).is_contiguous()
+    assert tiling.prepare(x).is_contiguous()
     with pytest.raises(ValueError, match="prepare"):
         statistics(x, 4)
 
 
 def check_more_than_32_bits_reach_is_refused(monkeypatch):
     x = torch.zeros(2, 8, 6, 6, device=DEVICE)
-    monkeypatch.setattr(launch, "MAX_EXTENT", 8 * 6 * 6 + 1)
     wide = torch.zeros(2, 16, 6, 6, device=DEVICE)[:, ::2]
-    assert triton_kernels.supported(x, 4) and launch.prepare(x) is x
-    assert launch.prepare(wide).is_contiguous()
-    monkeypatch.setattr(launch, "MAX_EXTENT", 8 * 6 * 6)
+
+    monkeypatch.setattr(support, "MAX_EXTENT", 8 * 6 * 6 + 1)
+    assert triton_kernels.supported(x, 4)
+    assert tiling.prepare(x) is x
+    assert tiling.prepare(wide).is_contiguous()
+
+    monkeypatch.setattr(support, "MAX_EXTENT", 8 * 6 * 6)
     assert not triton_kernels.supported(x, 4)
 
 
@@ -509,30 +556,27 @@ def check_more_than_32_bits_reach_is_refused(monkeypatch):
     ("shape", "groups"), [((2, 32, 9, 7), 16), ((2, 64, 5, 13), 64)], ids=str
 )
 def check_the_whole_layer_follows_the_papers(shape, groups, channels_last, relu):
-    """Algorithms 1 and 2 of the supplement, in numpy."""
     sample = Sample(shape, groups, channels_last=channels_last)
     setting = Setting(groups)
-    x, weight = sample.x, sample.weight
+    x = sample.x
     solution = triton_kernels.solution_for(x, groups, setting.iters)
+
     y, mean, sigma = triton_kernels.forward(
-        x, weight, sample.bias, groups, setting.iters, setting.eps, relu, solution
+        x, sample.weight, sample.bias, groups, setting.iters, setting.eps, relu, solution
     )
-    given = sample.dy, y if relu else None, x, mean, sigma, weight, setting.iters
-    results = (y, *triton_kernels.backward(*given, solution))
+    saved = y if relu else None, x, mean, sigma, sample.weight, setting.iters
+    gradients = triton_kernels.backward(sample.dy, *saved, solution)
+
     if INTERPRETED:
-        assert all(map(torch.equal, results[1:], triton_kernels.backward(*given)))
-    x, dy, weight, bias = (
-        t.double().cpu().numpy() for t in (x, sample.dy, weight, sample.bias)
-    )
-    y = oracle.group_whiten(x, setting, weight, bias)
-    if relu:
-        y, dy = np.maximum(y, 0), np.where(y > 0, dy, 0)
-    expected = (y, *oracle.group_whiten_backward(x, dy, setting, weight))
-    for actual, wanted in zip(results, expected, strict=True):
-        assert relative_error(actual, torch.from_numpy(wanted)) < 2e-5
+        assert all(map(torch.equal, gradients, triton_kernels.backward(sample.dy, *saved)))
+    expected = papers_layer(sample, x, sample.dy, setting, relu)
+    assert_relatively_close((y, *gradients), expected, 2e-5)
 
 
 # ---------------------------------------------------------------------------------------- tests of a plain run
+
+
+IN_INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_checks(keyword, **environment):
@@ -540,14 +584,17 @@ def run_checks(keyword, **environment):
 
 
 def run(arguments, **environment):
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    environment = os.environ | environment
+    environment.pop("PYTEST_ADDOPTS", None)
+
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         capture_output=True,
         text=True,
-        env=inherited | environment,
+        env=environment,
         cwd=TESTS.parent,
     )
+
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout), done.stdout
 
@@ -569,7 +616,7 @@ SAMPLE = (
     ],
 )
 def test_the_kernels_in_the_interpreter(keyword):
-    run_checks(keyword, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    run_checks(keyword, **IN_INTERPRETER)
 
 
 @needs_triton
@@ -579,22 +626,14 @@ def test_the_layers_tests_in_the_interpreter(module):
     """Run the tests of operation and layer there, which take these kernels for all dtypes but float64."""
     too_slow_there = "stem_size or (equal_channels and 30.0)"
     (file,) = TESTS.glob(f"*/{module}.py")
-    run(
-        ["-k", f"not (float64 or {too_slow_there})", str(file)],
-        TRITON_INTERPRET="1",
-        CUDA_VISIBLE_DEVICES="",
-    )
+    run(["-k", f"not (float64 or {too_slow_there})", str(file)], **IN_INTERPRETER)
 
 
 @needs_triton
 @pytest.mark.slow
 def test_the_layer_compiles_in_one_graph_in_the_interpreter():
     file = TESTS / "ops" / "test_op.py"
-    run(
-        ["-k", "compiles_in_one_graph", str(file)],
-        TRITON_INTERPRET="1",
-        CUDA_VISIBLE_DEVICES="",
-    )
+    run(["-k", "compiles_in_one_graph", str(file)], **IN_INTERPRETER)
 
 
 @pytest.mark.gpu
@@ -632,8 +671,9 @@ def test_without_triton_or_a_gpu_nothing_is_supported():
 def test_gpus_that_this_triton_compiles_for(monkeypatch, capability, version, works):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(launch, "VERSION", version)
-    assert launch.compiles_for(torch.device("cuda")) is works
+    monkeypatch.setattr(support, "VERSION", version)
+
+    assert support.compiles_for(torch.device("cuda")) is works
 
 
 def test_fake_tensors_on_a_gpu_that_is_not_there():
@@ -654,11 +694,10 @@ def test_a_missing_c_compiler_is_named():
                 "Failed to find C compiler. Please specify via CC environment variable"
             )
 
-    with pytest.raises(
-        MissingPackageError,
-        match="finds no C compiler.* Fix: install gcc, or set .*KERNELS=matmul",
-    ):
-        launch.Launch(Kernel(), (1, 1), torch.empty(1), 4, 2, {}).run()
+    launch = plans.Launch(Kernel(), (1, 1), torch.empty(1), 4, 2, {})
+
+    with pytest.raises(MissingPackageError, match="gcc"):
+        launch.run()
 
 
 @pytest.mark.parametrize(
@@ -671,13 +710,12 @@ def test_a_missing_c_compiler_is_named():
     ],
     ids=str,
 )
-def test_float32_is_multiplied_in_tf32_alone_where_the_user_allows_it(dtype, allowed, expected):
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        assert launch.input_precision(torch.empty(1, dtype=dtype)) == expected
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+def test_float32_is_multiplied_in_tf32_alone_where_the_user_allows_it(
+    dtype, allowed, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+
+    assert support.input_precision(torch.empty(1, dtype=dtype)) == expected
 
 
 @pytest.fixture
@@ -690,13 +728,13 @@ def compile_for(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
 
     def compile_for(capability, x, groups, relu, only=""):
-        monkeypatch.setattr(launch, "is_hopper", lambda x: capability == 90)
-        launches = [
-            each
-            for each in layer_launches(x, groups, relu=relu)
-            if only in each.kernel.fn.__name__
+        monkeypatch.setattr(support, "is_hopper", lambda x: capability == 90)
+        launches = layer_launches(x, groups, relu=relu)
+        return [
+            compile_launch(launch, capability)
+            for launch in launches
+            if only in kernel_name(launch)
         ]
-        return [compile_launch(each, capability) for each in launches]
 
     return compile_for
 
@@ -718,8 +756,12 @@ KERNELS = [
 def test_a_kernel_compiles_without_a_gpu(compile_for):
     """The small sample of the tests below."""
     x = torch.empty((16, 256, 50, 84), device="meta").to(memory_format=torch.channels_last)
-    (found,) = compile_for(90, x, 64, True, only="moments")
-    assert found.registers > 16 and found.stack == 0 and found.shared <= 227 * 1024
+
+    (kernel,) = compile_for(90, x, 64, True, only="moments")
+
+    assert kernel.registers > 16
+    assert kernel.stack == 0
+    assert kernel.shared <= 227 * 1024
 
 
 CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last
@@ -742,34 +784,40 @@ COMPILED += [
 def test_kernels_keep_to_registers_and_shared_memory(
     compile_for, capability, shared, dtype, shape, memory_format, relu
 ):
-    """With the newest Triton; older ones spill some bytes. Newton's tangents spill up to 512 everywhere."""
+    """With the newest Triton; older ones spill some bytes. Newton's tangents spill up to 512 bytes."""
     x = torch.empty(shape, dtype=dtype, device="meta").to(memory_format=memory_format)
     groups = 128 if shape[1] == 128 else 64
-    compiled = compile_for(capability, x, groups, relu)
-    for each in compiled:
-        assert each.registers > 16, f"{each.kernel} was optimized away"
-        assert each.shared <= shared * 1024, f"{each.kernel} takes {each.shared} bytes"
-        if capability == 90:
-            assert each.stack <= (512 if each.kernel == TANGENTS else 0), (
-                f"{each.kernel} spills {each.stack} bytes"
-            )
-    if capability == 90:
-        names = (
-            KERNELS[:6] + KERNELS[7:] if shape[0] == 2 else KERNELS
-        )  # a few samples: no iteration in backward
-        absent = (
-            {"merge"} if shape[-1] == 7 else {NEWTON} if groups > 64 else set()
-        )  # one split; torch's products
-        assert [each.kernel for each in compiled] == [
-            name for name in names if name not in absent
-        ]
-    if memory_format is LAST and capability == 90:
-        for each, launched in zip(compiled, layer_launches(x, groups, relu=relu), strict=True):
-            if (
-                each.kernel in launch.Tuning._fields
-            ):  # one wave: all programs run at the same time
-                here = math.ceil(math.prod(launched.grid) / 132)
-                assert (
-                    here * (each.shared + 1024) <= 228 * 1024
-                    and here * 128 * each.registers <= 2**16
-                ), each
+    hopper = capability == 90
+
+    kernels = compile_for(capability, x, groups, relu)
+
+    for kernel in kernels:
+        assert kernel.registers > 16, f"{kernel.kernel} was optimized away"
+        assert kernel.shared <= shared * 1024, f"{kernel.kernel} takes {kernel.shared} bytes"
+    if hopper:
+        assert [kernel.kernel for kernel in kernels] == names_of_layer(shape, groups)
+        for kernel in kernels:
+            spilled = 512 if kernel.kernel == TANGENTS else 0
+            assert kernel.stack <= spilled, f"{kernel.kernel} spills {kernel.stack} bytes"
+    if hopper and memory_format is LAST:
+        launches = layer_launches(x, groups, relu=relu)
+        for kernel, launch in zip(kernels, launches, strict=True):
+            if kernel.kernel in tiling.Tuning._fields:
+                assert_one_wave(kernel, math.prod(launch.grid))
+
+
+def names_of_layer(shape, groups):
+    names = list(KERNELS)
+    if shape[0] == 2:  # a few samples: no iteration in backward
+        del names[6]
+    absent = {NEWTON} if groups > 64 else set()  # torch's products
+    if shape[-1] == 7:  # one split
+        absent = {"merge"}
+    return [name for name in names if name not in absent]
+
+
+def assert_one_wave(kernel, programs):
+    """All programs run at the same time, on 132 multiprocessors."""
+    together = math.ceil(programs / 132)
+    assert together * (kernel.shared + 1024) <= 228 * 1024
+    assert together * 128 * kernel.registers <= 2**16

@@ -1,20 +1,21 @@
 """The custom operator ``torch.ops.gw_detectron.group_whiten``, and the choice of its backend.
 
-=============  ============================================================================================
+=============  =================================================================================
 backend        used for
-=============  ============================================================================================
+=============  =================================================================================
 ``triton``     CUDA, float32 / float16 / bfloat16, up to 128 groups: Triton kernels
 ``matmul``     every device, and float64: batched matrix products
-``reference``  other solvers than ``newton``, more than 8 iterations without Triton, ``torch.func``, forward-mode
-               AD, and every export, which then runs where this package is not installed: plain operations, no
-               custom operator
-=============  ============================================================================================
+``reference``  other solvers than ``newton``, more than 8 iterations without Triton,
+               ``torch.func``, forward-mode AD, and every export, which then runs where this
+               package is not installed: plain operations, no custom operator
+=============  =================================================================================
 
-The operator has formulas for autograd and fake tensors (``torch.compile``). Its second derivatives are the reference's.
+The operator has formulas for autograd and fake tensors (``torch.compile``). Its second derivatives
+are the reference's.
 
-The environment variable ``GW_DETECTRON_KERNELS`` forces a backend: ``reference``, to compare with it, or ``matmul``
-in place of ``triton``. Code that ``torch.compile`` has compiled keeps its backend. The logger ``gw_detectron.layers``
-reports the backend at level DEBUG.
+The environment variable ``GW_DETECTRON_KERNELS`` forces a backend: ``reference``, to compare with
+it, or ``matmul`` in place of ``triton``. Code that ``torch.compile`` has compiled keeps its backend.
+The logger ``gw_detectron.layers`` reports the backend at level DEBUG.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ..checks import autocast_off, check_tensors, compute_dtype, memory_format_of
+from ..arguments import check_tensors
+from ..numerics import autocast_off, compute_dtype, memory_format_of
 from ..solvers import DEFAULT_SOLVER, Solver, check_solver
 from ..torch_private import is_batched, is_dispatched, needs_plain_operations
 from . import matmul, triton
@@ -54,7 +56,8 @@ _forced = _Forced()
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
     """Force ``"matmul"`` or ``"reference"`` in this thread, whatever ``GW_DETECTRON_KERNELS`` is."""
-    before, _forced.backend = _forced.backend, backend
+    before = _forced.backend
+    _forced.backend = backend
     try:
         yield
     finally:
@@ -74,11 +77,12 @@ def group_whiten(
 
     .. math:: y = \gamma \, \Pi^{-1}(\psi(\Sigma) X_C) + \beta, \quad \Sigma = \tfrac{1}{M} X_C X_C^T + \epsilon I
 
-    See :func:`~gw_detectron.ops.group_whitening.reference.group_whiten_reference` for the symbols. The result equals
-    the reference up to rounding, on the backend of :func:`choose_backend`. Statistics and solver run in float32
-    (float64 for float64 input), also under autocast. In float32 values from about 1e19 on overflow the covariance. A
-    sample without variance (constant, or a single column) gives ``bias``, unless eps is smaller than the squared
-    rounding error of its mean; then the rounding error is whitened.
+    See :func:`~gw_detectron.ops.group_whitening.reference.group_whiten_reference` for the symbols.
+    The result equals the reference up to rounding, on the backend of :func:`choose_backend`.
+    Statistics and solver run in float32 (float64 for float64 input), also under autocast. In float32
+    values from about 1e19 on overflow the covariance. A sample without variance (constant, or a
+    single column) gives ``bias``, unless eps is smaller than the squared rounding error of its mean;
+    then the rounding error is whitened.
 
     Args:
         x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.
@@ -89,12 +93,13 @@ def group_whiten(
         relu: return :math:`\max(y, 0)`, fused into the same passes over memory.
 
     Returns:
-        y in the shape, dtype and memory format of ``x``. For an empty ``x`` y is empty and still depends on ``weight``
-        and ``bias``, so that a process without samples can take part in distributed training.
+        y in the shape, dtype and memory format of ``x``. For an empty ``x`` y is empty and still
+        depends on ``weight`` and ``bias``, so that a process without samples can take part in
+        distributed training.
 
     Raises:
-        ValueError: wrong rank or dtype of ``x``, groups that do not divide the channels, or affine parameters of
-            another shape than (C,).
+        ValueError: wrong rank or dtype of ``x``, groups that do not divide the channels, or affine
+            parameters of another shape than (C,).
         TypeError: ``solver`` is not a Solver.
         NonFiniteError: NaN or infinity in the input of a solver that uses eigendecomposition.
 
@@ -102,7 +107,8 @@ def group_whiten(
     """
     check_solver(solver)
     check_tensors(x, weight, bias)
-    return whiten(x, weight, bias, effective_groups(x.shape[1], num_groups), solver, relu)
+    groups = effective_groups(x.shape[1], num_groups)
+    return whiten(x, weight, bias, groups, solver, relu)
 
 
 def whiten(
@@ -118,8 +124,10 @@ def whiten(
     compiling = torch.compiler.is_compiling()
     if not compiling and _logger.isEnabledFor(logging.DEBUG):
         _log(backend, x.device.type, x.dtype, x.shape[1], groups, str(solver))
+
     if backend == "reference":
         return group_whiten_reference(x, weight, bias, groups, solver, relu)
+
     arguments = x, weight, bias, groups, solver.num_iters, solver.eps, relu, backend
     if compiling or is_dispatched(x, weight, bias):
         return torch.ops.gw_detectron.group_whiten(*arguments)[0]
@@ -132,24 +140,23 @@ def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> s
     """Return the backend for an input: ``"triton"``, ``"matmul"`` or ``"reference"``."""
     forced = _forced.backend or os.environ.get(ENVIRONMENT_SWITCH, "")
     if forced and forced not in FORCEABLE:
-        where, otherwise = (
-            ("use_backend", "leave it out")
-            if _forced.backend
-            else (ENVIRONMENT_SWITCH, "unset it")
-        )
+        source = "use_backend" if _forced.backend else ENVIRONMENT_SWITCH
         raise ConfigError(
-            f"{where} ({forced!r}): cannot be forced. Fix: {otherwise}, or use {list(FORCEABLE)}."
+            f"{source} ({forced!r}): cannot be forced. "
+            f"Fix: leave it out, or use {list(FORCEABLE)}."
         )
-    if (
-        forced == "reference"
-        or solver.name != "newton"
-        or solver.corr
-        or needs_plain_operations()
-    ):
+
+    if forced == "reference" or needs_plain_operations():
         return "reference"
-    if forced != "matmul" and (x.is_cuda or triton.INTERPRETED) and triton.supported(x, groups):
+    if solver.name != "newton" or solver.corr:
+        return "reference"
+
+    has_kernels = x.is_cuda or triton.INTERPRETED
+    if has_kernels and forced != "matmul" and triton.supported(x, groups):
         return "triton"
-    return "matmul" if solver.num_iters <= matmul.MOST_ITERS else "reference"
+    if solver.num_iters <= matmul.MOST_ITERS:
+        return "matmul"
+    return "reference"
 
 
 @functools.cache
@@ -157,63 +164,76 @@ def _log(
     backend: str, device: str, dtype: torch.dtype, channels: int, groups: int, solver: str
 ) -> None:
     _logger.debug(
-        "group whitening of %d channels in %d groups (%s, %s, %s): backend %s",
-        *(channels, groups, dtype, device, solver, backend),
+        f"group whitening of {channels} channels in {groups} groups "
+        f"({dtype}, {device}, {solver}): backend {backend}"
     )
 
 
-def _define(name: str, function: Callable[..., Any], arguments: str) -> None:
+# the last argument of the operators is the name of the backend, which takes the others
+def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *inputs, backend = arguments
+    if x.numel() == 0:  # there is no column to average
+        return _blank_outputs(x, *inputs)
+    return _BACKENDS[backend].forward(x, *inputs)
+
+
+def _backward(
+    dy: Tensor, y: Tensor | None, x: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *inputs, backend = arguments
+    if x.numel() == 0:
+        return _blank_gradients(dy, y, x, *inputs)
+    return _BACKENDS[backend].backward(dy, y, x, *inputs)
+
+
+def _blank_outputs(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return zeros for y, mean and sigma."""
+    n = x.shape[0]
+    dtype = compute_dtype(x)
+    y = torch.zeros_like(x, memory_format=memory_format_of(x))
+    mean = x.new_zeros((n, groups), dtype=dtype)
+    sigma = x.new_zeros((n, groups, groups), dtype=dtype)
+    return y, mean, sigma
+
+
+def _blank_gradients(
+    dy: Tensor, y: Tensor | None, x: Tensor, mean: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return zeros for the gradients of x, weight and bias."""
+    channels = x.shape[1]
+    dx = torch.zeros_like(x, memory_format=memory_format_of(x))
+    return dx, mean.new_zeros(channels), mean.new_zeros(channels)
+
+
+def _define(
+    name: str, function: Callable[..., Any], fake: Callable[..., Any], arguments: str
+) -> None:
     """Define a custom operator without the slow per-call checks of ``custom_op``.
 
-    It takes any strides: else torch.compile, which makes convolutions channels_last, would copy its inputs back.
+    It takes any strides: else torch.compile, which makes convolutions channels_last, would copy its
+    inputs back.
     """
     schema = f"({arguments}, str backend) -> (Tensor, Tensor, Tensor)"
-    torch.library.define(
-        name, schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-    )
+    tags = torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout
+    torch.library.define(name, schema, tags=tags)
     torch.library.impl(name, "default", function)
-
-
-# the last argument is the name of the backend, which takes the others
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _BACKENDS[arguments[-1]].forward(*arguments[:-1])
-
-
-def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _BACKENDS[arguments[-1]].backward(*arguments[:-1])
+    torch.library.register_fake(name, fake)
 
 
 _define(
     _FORWARD,
     _forward,
+    _blank_outputs,
     "Tensor x, Tensor? weight, Tensor? bias, SymInt groups, SymInt iters, float eps, bool relu",
 )
 _define(
     _BACKWARD,
     _backward,
+    _blank_gradients,
     "Tensor dy, Tensor? y, Tensor x, Tensor mean, Tensor sigma, Tensor? weight, SymInt iters",
 )
-
-
-@torch.library.register_fake(_FORWARD)
-def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = compute_dtype(x)
-    y = torch.empty_like(x, memory_format=memory_format_of(x))
-    return (
-        y,
-        x.new_empty((x.shape[0], groups), dtype=dtype),
-        x.new_empty((x.shape[0], groups, groups), dtype=dtype),
-    )
-
-
-@torch.library.register_fake(_BACKWARD)
-def _(
-    dy: Tensor, y: Tensor | None, x: Tensor, mean: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(x, memory_format=memory_format_of(x))
-    return dx, mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
 
 
 class GroupWhiten(torch.autograd.Function):
@@ -235,25 +255,12 @@ class GroupWhiten(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if dy is None:  # the output is not used
             return (None,) * 8
-        x, mean, sigma, weight, y, *solution = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:3]
+
         if torch.is_grad_enabled() or is_batched(dy):  # create_graph=True, or vmap over dy
-            found = iter(_differentiable_gradients(ctx, dy, x, weight, y, needed))
-            gradients = tuple(next(found) if wanted else None for wanted in needed)
+            dx, dweight, dbias = _differentiable_gradients(ctx, dy)
         else:
-            arguments = dy, y, x, mean, sigma, weight, ctx.num_iters
-            if torch.compiler.is_compiling() or is_dispatched(dy, x, weight):
-                results = torch.ops.gw_detectron.group_whiten_backward(*arguments, ctx.backend)
-            elif solution:
-                results = triton.backward(*arguments, tuple(solution))
-            else:
-                results = _backward(*arguments, ctx.backend)
-            dtypes = (x.dtype, None if weight is None else weight.dtype, ctx.bias_dtype)
-            gradients = tuple(
-                result.to(dtype) if wanted else None
-                for result, dtype, wanted in zip(results, dtypes, needed, strict=True)
-            )
-        return *gradients, None, None, None, None, None
+            dx, dweight, dbias = _closed_gradients(ctx, dy)
+        return dx, dweight, dbias, None, None, None, None, None
 
 
 def _setup_context(
@@ -264,39 +271,64 @@ def _setup_context(
 ) -> None:
     x, weight, bias, ctx.groups, ctx.num_iters, ctx.eps, relu, ctx.backend = inputs
     y, mean, sigma = output
+    kept = y if relu else None
     ctx.mark_non_differentiable(mean, sigma)
-    ctx.set_materialize_grads(
-        False
-    )  # else zeros for mean and sigma, as large as the matrices of all samples
-    ctx.save_for_backward(x, mean, sigma, weight, y if relu else None, *(solution or ()))
+    # else zeros for mean and sigma, as large as the matrices of all samples
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, mean, sigma, weight, kept, *(solution or ()))
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _differentiable_gradients(
-    ctx: Any,
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    y: Tensor | None,
-    needed: tuple[bool, ...],
-) -> tuple[Tensor, ...]:
-    """Return the needed gradients by autograd through the reference."""
+def _closed_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
+    """Return the gradients of x, weight and bias by the backend's formulas; None where not needed."""
+    x, mean, sigma, weight, y, *solution = ctx.saved_tensors
+    arguments = dy, y, x, mean, sigma, weight, ctx.num_iters
+    if torch.compiler.is_compiling() or is_dispatched(dy, x, weight):
+        results = torch.ops.gw_detectron.group_whiten_backward(*arguments, ctx.backend)
+    elif solution:
+        results = triton.backward(*arguments, tuple(solution))
+    else:
+        results = _backward(*arguments, ctx.backend)
+
+    weight_dtype = None if weight is None else weight.dtype
+    dtypes = x.dtype, weight_dtype, ctx.bias_dtype
+    gradients: list[Tensor | None] = [None, None, None]
+    for i in range(3):
+        if ctx.needs_input_grad[i]:
+            gradients[i] = results[i].to(dtypes[i])
+    return gradients
+
+
+def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
+    """Return the gradients by autograd through the reference; None where not needed."""
+    x, _, _, weight, y, *_ = ctx.saved_tensors
+    create_graph = torch.is_grad_enabled()
+    solver = Solver(num_iters=ctx.num_iters, eps=ctx.eps)
+    if y is not None:  # through the ReLU
+        dy = torch.ops.aten.threshold_backward(dy, y.detach(), 0)
+
     bias = None  # any value: derivatives do not depend on the bias
     if ctx.bias_dtype is not None:
         bias = torch.zeros(
             x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True
         )
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # autograd stops at these aliases: x may be a function of weight (in a layer used twice), or weight of x
-        x, weight = x.view_as(x), None if weight is None else weight.view_as(weight)
-    tensors = zip((x, weight, bias), needed, strict=True)
-    inputs = [tensor for tensor, wanted in tensors if wanted and tensor is not None]
-    masked = dy if y is None else torch.ops.aten.threshold_backward(dy, y.detach(), 0)
+
     with torch.enable_grad(), autocast_off(x.device.type):
-        solver = Solver(num_iters=ctx.num_iters, eps=ctx.eps)
+        # autograd stops at these aliases: x may be a function of weight (in a layer used twice), or
+        # weight of x
+        x = x.view_as(x)
+        if weight is not None:
+            weight = weight.view_as(weight)
         before_relu = group_whiten_reference(x, weight, bias, ctx.groups, solver)
-        return torch.autograd.grad(before_relu, inputs, masked, create_graph=create_graph)
+
+        needed = {
+            i: tensor for i, tensor in enumerate((x, weight, bias)) if ctx.needs_input_grad[i]
+        }
+        results = torch.autograd.grad(
+            before_relu, list(needed.values()), dy, create_graph=create_graph
+        )
+    gradients = dict(zip(needed, results, strict=True))
+    return [gradients.get(i) for i in range(3)]
 
 
 torch.library.register_autograd(_FORWARD, GroupWhiten.backward, setup_context=_setup_context)

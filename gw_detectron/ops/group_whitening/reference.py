@@ -8,22 +8,26 @@ import math
 
 from torch import Tensor
 
-from ..checks import autocast_off, check_integer, compute_dtype, memory_format_of
+from ..arguments import check_integer
+from ..numerics import autocast_off, compute_dtype, memory_format_of
 from ..solvers import Solver
 
 
 def effective_groups(num_channels: int, num_groups: int) -> int:
     """Return the number of groups g: ``num_groups``, capped at the channel count, which it must divide.
 
-    Source: Group Whitening, section 5.1.1 ("we use the channel number if it is less than the group number").
+    Source: Group Whitening, section 5.1.1 ("we use the channel number if it is less than the group
+        number").
     """
     check_integer("num_channels", num_channels, 1, 64)
     check_integer("num_groups", num_groups, 1, 64)
     groups = min(num_groups, num_channels)
     if num_channels % groups:
-        allowed = [d for d in range(1, num_channels + 1) if num_channels % d == 0]
+        divisors = range(1, num_channels + 1)
+        allowed = [divisor for divisor in divisors if num_channels % divisor == 0]
         raise ValueError(
-            f"num_groups ({num_groups}): does not divide {num_channels} channels. Fix: choose one of {allowed}."
+            f"num_groups ({num_groups}): does not divide {num_channels} channels. "
+            f"Fix: choose one of {allowed}."
         )
     return groups
 
@@ -48,26 +52,32 @@ def group_whiten_reference(
     """
     if x.numel() == 0:
         return apply_affine(x, weight, bias, relu).to(x.dtype)
-    dtype = compute_dtype(x)
+
+    n, channels, *spatial = x.shape
+    columns = channels // groups * math.prod(spatial)  # not -1: a trace may meet an empty batch
     with autocast_off(x.device.type):
-        columns = (
-            x.shape[1] // groups * math.prod(x.shape[2:])
-        )  # not -1: a traced model may meet an empty batch
         # reshape, not view: channels_last input is not laid out group by group
-        x_g = x.to(dtype).reshape(x.shape[0], groups, columns)
+        x_g = x.to(compute_dtype(x)).reshape(n, groups, columns)
         x_c = x_g - x_g.mean(-1, keepdim=True)
-        covariance = x_c @ x_c.mT / x_c.shape[-1]
-        # the solver adds eps I
-        x_hat = (solver(covariance) @ x_c).reshape(x.shape)
+
+        covariance = x_c @ x_c.mT / columns
+        whitening = solver(covariance)  # which adds eps I
+
+        x_hat = (whitening @ x_c).reshape(x.shape)
         y = apply_affine(x_hat, weight, bias, relu)
+
     return y.to(dtype=x.dtype, memory_format=memory_format_of(x))
 
 
 def apply_affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool) -> Tensor:
     """Apply scale and shift, each (C,) or None, and perhaps a ReLU to (N, C, *spatial)."""
-    shape = (1, -1) + (1,) * (x.dim() - 2)
+    spatial = [1] * (x.dim() - 2)
     if weight is not None:
-        x = x * weight.to(x.dtype).reshape(shape)
+        scale = weight.to(x.dtype)
+        x = x * scale.reshape(1, -1, *spatial)
     if bias is not None:
-        x = x + bias.to(x.dtype).reshape(shape)
-    return x.relu() if relu else x
+        shift = bias.to(x.dtype)
+        x = x + shift.reshape(1, -1, *spatial)
+    if relu:
+        x = x.relu()
+    return x

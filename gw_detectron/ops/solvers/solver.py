@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_flag, check_integer, check_number, zero_variance_threshold
+from ..arguments import check_flag, check_integer, check_number
+from ..matrices import diagonal, identity_like, inverse_root, scale_columns, scale_rows
+from ..numerics import zero_variance_threshold
 from .cholesky import cholesky_whitening, pivoted_cholesky_whitening
 from .eigen import (
     pca_inverse_sqrt,
@@ -38,14 +40,15 @@ class Solver:
     Args:
         name: a key of :data:`gw_detectron.layers.SOLVERS`.
         num_iters: steps T of ``newton``.
-        eps: added to the diagonal of the covariance, in units of the input's variance. ``pivoted_cholesky`` adds
-            nothing and replaces smaller pivots by ``eps``.
+        eps: added to the diagonal of the covariance, in units of the input's variance.
+            ``pivoted_cholesky`` adds nothing and replaces smaller pivots by ``eps``.
         threshold: c of ``zca_max``.
         corr: whiten the correlation matrix.
 
     Raises ValueError or TypeError for an option that is wrong or belongs to another solver.
 
-    Source: Group Whitening, Eqs. 5-7; On Batch Orthogonalization Layers, Table I, sections IV to VI-A, Eq. 12.
+    Source: Group Whitening, Eqs. 5-7; On Batch Orthogonalization Layers, Table I, sections IV to
+        VI-A, Eq. 12.
     """
 
     name: str = "newton"
@@ -59,14 +62,17 @@ class Solver:
             raise ValueError(
                 f"solver ({self.name!r}): unknown solver. Fix: choose one of {sorted(SOLVERS)}."
             )
+
         check_integer("num_iters", self.num_iters, 0, 5, most=1000)
         check_number("eps", self.eps, 0, float("inf"), 1e-5)
         check_number("threshold", self.threshold, 0, 1, _THRESHOLD)
         check_flag("corr", self.corr)
-        if self.threshold != _THRESHOLD and self.name != OPTION_SOLVER["threshold"]:
+
+        reader = OPTION_SOLVER["threshold"]
+        if self.threshold != _THRESHOLD and self.name != reader:
             raise ValueError(
                 f"threshold ({self.threshold}): the solver {self.name!r} does not read it. "
-                f"Fix: leave it out, or pass solver={OPTION_SOLVER['threshold']!r}."
+                f"Fix: leave it out, or pass solver={reader!r}."
             )
 
     def __call__(self, covariance: Tensor) -> Tensor:
@@ -76,19 +82,22 @@ class Solver:
         """
         sigma = covariance
         if self.added_eps:
-            sigma = sigma + self.added_eps * torch.eye(
-                sigma.shape[-1], dtype=sigma.dtype, device=sigma.device
-            )
+            sigma = sigma + self.added_eps * identity_like(sigma)
         solve = SOLVERS[self.name]
         if not self.corr:
             return solve(sigma, self, self.eps)
+
         inverse_std = _inverse_std(sigma)
-        correlation = inverse_std[..., :, None] * sigma * inverse_std[..., None, :]
+        correlation = scale_columns(scale_rows(sigma, inverse_std), inverse_std)
         # ones on the diagonal exactly: rounding there would decide which pivot comes first
-        ones = torch.diag_embed((inverse_std > 0).to(sigma.dtype))
+        has_variance = inverse_std > 0
+        ones = torch.diag_embed(has_variance.to(sigma.dtype))
         correlation = correlation.tril(-1) + correlation.triu(1) + ones
-        least = self.eps * inverse_std.detach().square().amin(-1, keepdim=True)
-        return solve(correlation, self, least) * inverse_std[..., None, :]
+
+        inverse_variance = inverse_std.detach().square()
+        least = self.eps * inverse_variance.amin(-1, keepdim=True)
+        matrices = solve(correlation, self, least)
+        return scale_columns(matrices, inverse_std)
 
     @property
     def added_eps(self) -> float:
@@ -106,14 +115,17 @@ class Solver:
             text = f"iters={self.num_iters}, {text}"
         if self.threshold != _THRESHOLD:
             text += f", threshold={self.threshold:g}"
-        return text + (", corr=true" if self.corr else "")
+        if self.corr:
+            text += ", corr=true"
+        return text
 
 
 def check_solver(solver: Any) -> None:
     """Raise TypeError unless ``solver`` is a Solver."""
     if not isinstance(solver, Solver):
-        fix = f'Solver("{solver}")' if isinstance(solver, str) else "a Solver, e.g. Solver()"
-        raise TypeError(f"solver: expected Solver, got {solver!r}. Fix: pass {fix}.")
+        raise TypeError(
+            f"solver ({solver!r}): expected a Solver. Fix: pass one, e.g. Solver('zca')."
+        )
 
 
 def _inverse_std(sigma: Tensor) -> Tensor:
@@ -121,13 +133,12 @@ def _inverse_std(sigma: Tensor) -> Tensor:
 
     As the whitening matrix it makes batch whitening BN and Group Whitening GN (Group Whitening, Eqs. 1 and 4).
     """
-    variance = sigma.diagonal(dim1=-2, dim2=-1)
-    alive = variance > zero_variance_threshold(sigma.dtype)
-    return torch.where(alive, torch.where(alive, variance, 1.0).rsqrt(), 0.0)
+    variance = diagonal(sigma)
+    return inverse_root(variance, variance > zero_variance_threshold(sigma.dtype))
 
 
-#: name -> function of covariance matrices (..., g, g), which include eps, the options, and the least eigenvalue that
-#: this eps leaves, a number or (..., 1)
+#: name -> function of covariance matrices (..., g, g), which include eps, the options, and the least
+#: eigenvalue that this eps leaves, a number or (..., 1)
 SOLVERS: dict[str, Callable[[Tensor, Solver, float | Tensor], Tensor]] = {
     "newton": lambda sigma, options, least: newton_inverse_sqrt(sigma, options.num_iters),
     "zca": lambda sigma, options, least: zca_inverse_sqrt(sigma, least=least),

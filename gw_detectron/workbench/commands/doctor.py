@@ -25,7 +25,7 @@ from ...installation import (
 from ...layers import GroupWhitening2d
 from ...ops.group_whitening.op import use_backend
 from ...ops.group_whitening.triton.compiler import triton
-from ...ops.group_whitening.triton.launch import compiles_for
+from ...ops.group_whitening.triton.support import compiles_for
 from .parsers import new_parser
 
 _PACKAGES = (

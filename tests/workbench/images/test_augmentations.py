@@ -10,7 +10,6 @@ from detectron2.structures import polygons_to_bitmask
 from gw_detectron.config import changed_config, default_config
 from gw_detectron.errors import ConfigError
 from gw_detectron.workbench.images.augmentations import (
-    OF_BATCH,
     build_augmentations,
     training_mapper,
 )
@@ -108,38 +107,6 @@ def test_training_examples_are_crops_with_boxes_inside(small_dataset, mask_forma
     assert build_augmentations(
         config("RandomCrop(size=4096)")
     )  # the images may be large enough
-
-
-@pytest.mark.parametrize(("sampling", "sides"), [("choice", (60, 75, 90)), ("range", (60, 90))])
-def test_images_of_a_batch_share_their_scale(sampling, sides):
-    changes = {
-        "INPUT.MIN_SIZE_TRAIN": sides,
-        "INPUT.MAX_SIZE_TRAIN": 120,
-        "INPUT.MIN_SIZE_TRAIN_SAMPLING": sampling,
-    }
-    augmentations = training_mapper(
-        config(**changes, **{"INPUT.SCALE_PER_BATCH": True})
-    ).augmentations
-    drawn, own_flips = set(), False
-    for batch in range(30):
-        shapes, flips = [], set()
-        for height, width in [(40, 50)] * 6 + [(50, 40), (20, 80)]:
-            OF_BATCH.seed(batch)
-            image = AugInput(
-                np.arange(width, dtype=np.float32)
-                .repeat(3)
-                .reshape(1, width, 3)
-                .repeat(height, 0)
-            )
-            augmentations(image)
-            shapes.append(image.image.shape[:2])
-            flips.add(image.image[0, 0, 0] > image.image[0, -1, 0])
-        assert shapes[-1] == (30, 120)  # INPUT.MAX_SIZE_TRAIN
-        (side,) = {min(shape) for shape in shapes[:-1]}
-        own_flips |= len(flips) == 2
-        drawn.add(side)
-    assert drawn <= set(sides) if sampling == "choice" else drawn <= set(range(60, 91))
-    assert len(drawn) > 1 and own_flips
 
 
 REFUSED = (

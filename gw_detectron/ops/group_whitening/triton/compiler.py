@@ -15,10 +15,8 @@ else:
     from triton.errors import TritonError
 
     VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    ERRORS = (
-        RuntimeError,
-        TritonError,
-    )  # of compiling or launching a kernel that does not fit the device
+    # of compiling or launching a kernel that does not fit the device
+    ERRORS = (RuntimeError, TritonError)
     if VERSION < (3, 3):
         triton = None  # its compiler aborts the process at float16 on Ampere
 
@@ -29,7 +27,8 @@ def jit(kernel: Callable) -> Any:
     """Compile a kernel once for all sizes of the same alignment, which VECTOR tells."""
     if triton is None:
         return kernel
-    arguments = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
+    code = kernel.__code__
+    arguments = code.co_varnames[: code.co_argcount]
     sizes = [
         name
         for name in arguments

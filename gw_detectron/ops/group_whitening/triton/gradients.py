@@ -5,12 +5,11 @@ from __future__ import annotations  # without triton, constexpr is only a name i
 import torch
 from torch import Tensor
 
-from ...checks import autocast_off, zero_variance_threshold
+from ...numerics import autocast_off, zero_variance_threshold
 from ...solvers.newton import newton_backward
-from . import launch
+from . import plans
 from .compiler import constexpr, jit, tl, triton
-from .newton import covariance_gradient
-from .tiles import (
+from .device_functions import (
     half_scale,
     input_scale,
     load_matrix,
@@ -25,6 +24,9 @@ from .tiles import (
     tile_offsets,
     to_operand,
 )
+from .newton import covariance_gradient
+from .support import in_halves, operand_dtype
+from .tiling import over_columns, padded_rows, tuning_for
 
 
 @jit
@@ -36,28 +38,29 @@ def _products(
 ):  # fmt: skip
     """Compute products and sums for one j and one split of positions.
 
-    The product is dY_j (X_j - mean)^T, the sums are those of the rows of dY_j. If y_ptr is given, dY is zeroed where
-    y <= 0, and the masked gradient is stored. If largest_ptr is given, so is the largest |weight * dY|.
+    The product is dY_j (X_j - mean)^T, the sums are those of the rows of dY_j. If y_ptr is given,
+    dY is zeroed where y <= 0, and the masked gradient is stored. If largest_ptr is given, so is the
+    largest |weight * dY|.
     """
-    j, n, first = (
-        tl.program_id(0) // samples,
-        tl.program_id(0) % samples,
-        tl.program_id(1) * per_split,
-    )
+    j = tl.program_id(0) // samples
+    n = tl.program_id(0) % samples
+    first = tl.program_id(1) * per_split
     if CPG == 1:  # tells the compiler that j is 0, as in tile_columns
         j *= 0
-    x_ptr, dy_ptr = sample_ptr(x_ptr, n, x_n, VECTOR), sample_ptr(dy_ptr, n, dy_n, VECTOR)
+
+    x_ptr = sample_ptr(x_ptr, n, x_n, VECTOR)
+    dy_ptr = sample_ptr(dy_ptr, n, dy_n, VECTOR)
     if y_ptr is not None:
-        y_ptr, masked_ptr = (
-            sample_ptr(y_ptr, n, masked_n, VECTOR),
-            sample_ptr(masked_ptr, n, masked_n, VECTOR),
-        )
+        y_ptr = sample_ptr(y_ptr, n, masked_n, VECTOR)
+        masked_ptr = sample_ptr(masked_ptr, n, masked_n, VECTOR)
+
     rows = tl.arange(0, ROWS)
     mean = load_rows(mean_ptr, n, rows, GROUPS)
     total = tl.zeros([ROWS, PB], tl.float32)
     product = tl.zeros([ROWS, ROWS], tl.float32)
     if largest_ptr is not None:
         largest = tl.zeros([ROWS, PB], tl.float32)
+
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
         _, p, exists = tile_columns(tile, positions, 1, JB, PB, VECTOR, X_J)
         inside = (rows < GROUPS)[:, None] & exists[None, :]
@@ -72,10 +75,10 @@ def _products(
         if y_ptr is not None:
             masked = tile_offsets(rows, j, p, masked_outer, CPG, VECTOR, MASKED_J)
             y = tl.load(y_ptr + masked, mask=inside, other=0.0)
-            dy = tl.where(
-                y <= 0, 0.0, dy
-            )  # not y > 0: where y is NaN, torch's ReLU passes the gradient on
+            # not y > 0: where y is NaN, torch's ReLU passes the gradient on
+            dy = tl.where(y <= 0, 0.0, dy)
             tl.store(masked_ptr + masked, dy, mask=inside)
+
         dy = dy.to(tl.float32)
         centered = to_operand(x.to(tl.float32) - mean[:, None], OPERAND, PRECISION)
         product = tl.dot(
@@ -87,18 +90,17 @@ def _products(
         total += dy
         if largest_ptr is not None:
             largest = tl.maximum(largest, tl.abs(dy))
+
     part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     store_matrix(part_ptr, part, rows, rows, product, GROUPS, 1)
     sums = part * (GROUPS * (GROUPS + 1)) + GROUPS * GROUPS + rows
     tl.store(part_ptr + sums, tl.sum(total, 1), mask=rows < GROUPS)
+
     if largest_ptr is not None:
         row = tl.max(largest, 1)
         if weight_ptr is not None:
-            row *= tl.abs(
-                tl.load(weight_ptr + rows * CPG + j, mask=rows < GROUPS, other=0.0).to(
-                    tl.float32
-                )
-            )
+            weight = tl.load(weight_ptr + rows * CPG + j, mask=rows < GROUPS, other=0.0)
+            row *= tl.abs(weight.to(tl.float32))
         tl.store(largest_ptr + part, tl.max(row, 0))
 
 
@@ -107,10 +109,11 @@ def _reduce(
     part_ptr, part_largest_ptr, product_ptr, weight_ptr, grad_ptr, largest_ptr, samples, splits,
     GROUPS: constexpr, CPG: constexpr, JB: constexpr, AT_ONCE: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """Add the splits of a sample, for BLOCK elements of its matrices, and its channels, scaled by their weights.
+    """Add the splits of a sample, for BLOCK elements of its matrices, and its channels.
 
-    The sums of the splits are stored if product_ptr is given; else they stand where they are. The largest values of the
-    splits are merged, too, if they are given.
+    Channels are scaled by their weights. The sums of the splits are stored if product_ptr is given;
+    else they stand where they are. The largest values of the splits are merged, too, if they are
+    given.
     """
     n = tl.program_id(0).to(tl.int64)
     SIZE: constexpr = GROUPS * (GROUPS + 1)
@@ -119,35 +122,33 @@ def _reduce(
     row = tl.where(element < GROUPS * GROUPS, element // GROUPS, element - GROUPS * GROUPS)
     total = tl.zeros([BLOCK], tl.float32)
     largest = tl.zeros([JB, AT_ONCE], tl.float32)
+
     for start_j in tl.range(0, CPG, JB):
         j = start_j + tl.arange(0, JB)
         sample = j * samples + n
         stored = (j < CPG)[:, None] & exists[None, :]
         products = tl.zeros([JB, BLOCK], tl.float32)
+
         for start in tl.range(0, splits, AT_ONCE):
             s = start + tl.arange(0, AT_ONCE)
             part = sample[:, None] * splits + s[None, :]
             inside = (j < CPG)[:, None] & (s < splits)[None, :]
             at = part[:, :, None] * SIZE + element[None, None, :]
-            products += tl.sum(
-                tl.load(
-                    part_ptr + at, mask=inside[:, :, None] & exists[None, None, :], other=0.0
-                ),
-                1,
-            )
+            loaded = inside[:, :, None] & exists[None, None, :]
+            products += tl.sum(tl.load(part_ptr + at, mask=loaded, other=0.0), 1)
             if largest_ptr is not None:
-                largest = tl.maximum(
-                    largest, tl.load(part_largest_ptr + part, mask=inside, other=0.0)
-                )
+                part_largest = tl.load(part_largest_ptr + part, mask=inside, other=0.0)
+                largest = tl.maximum(largest, part_largest)
+
         if product_ptr is not None:
-            tl.store(
-                product_ptr + sample[:, None] * SIZE + element[None, :], products, mask=stored
-            )
+            at = sample[:, None] * SIZE + element[None, :]
+            tl.store(product_ptr + at, products, mask=stored)
         if weight_ptr is not None:
-            products *= tl.load(
-                weight_ptr + row[None, :] * CPG + j[:, None], mask=stored, other=0.0
-            ).to(tl.float32)
+            at = row[None, :] * CPG + j[:, None]
+            weight = tl.load(weight_ptr + at, mask=stored, other=0.0)
+            products *= weight.to(tl.float32)
         total += tl.sum(products, 0)
+
     tl.store(grad_ptr + n * SIZE + element, total, mask=exists)
     if largest_ptr is not None:
         tl.store(largest_ptr + n, tl.max(tl.max(largest, 1), 0), mask=tl.program_id(1) == 0)
@@ -158,45 +159,41 @@ def _matrix_gradients(
     product_ptr, whitening_ptr, dweight_ptr, dbias_ptr, sigma_ptr, kept_ptr, grad_ptr, grad_sigma_ptr,
     zero, samples, cpg, GROUPS: constexpr, ROWS: constexpr, AT_ONCE: constexpr, ITERS: constexpr,
 ):  # fmt: skip
-    """Compute dL/dSigma of one sample, if kept_ptr is given, or the gradients of weight and bias of one channel.
+    """Compute dL/dSigma of one sample, or the gradients of weight and bias of one channel.
 
-    The latter are row sums of G_j * W, and sums of dY.
+    The former if kept_ptr is given. The latter are row sums of G_j * W, and sums of dY.
     """
     channel = tl.program_id(0)
     if kept_ptr is not None:
         if channel < samples:
             n = samples - 1 - channel  # what was kept last is still in the caches
             covariance_gradient(
-                sigma_ptr,
-                whitening_ptr,
-                kept_ptr,
-                grad_ptr,
-                grad_sigma_ptr,
-                n,
-                zero,
-                GROUPS,
-                ROWS,
-                ITERS,
-            )
+                sigma_ptr, whitening_ptr, kept_ptr, grad_ptr, grad_sigma_ptr, n, zero, GROUPS, ROWS, ITERS,
+            )  # fmt: skip
         channel -= samples
+
     if channel >= 0:
         SIZE: constexpr = GROUPS * (GROUPS + 1)
-        row, j = channel // cpg, channel % cpg
+        row = channel // cpg
+        j = channel % cpg
         rows = tl.arange(0, ROWS)
         products = tl.zeros([AT_ONCE, ROWS], tl.float32)
         sums = tl.zeros([AT_ONCE], tl.float32)
         product_ptr += (j * samples).to(tl.int64) * SIZE
+
         for start in tl.range(0, samples, AT_ONCE, num_stages=3):
             n = (start + tl.arange(0, AT_ONCE)).to(tl.int64)
             inside = (n < samples)[:, None] & (rows < GROUPS)[None, :]
             at = row * GROUPS + rows[None, :]
             product = tl.load(product_ptr + n[:, None] * SIZE + at, mask=inside, other=0.0)
-            products += product * tl.load(
+            whitening = tl.load(
                 whitening_ptr + n[:, None] * (GROUPS * GROUPS) + at, mask=inside, other=0.0
             )
+            products += product * whitening
             sums += tl.load(
                 product_ptr + n * SIZE + GROUPS * GROUPS + row, mask=n < samples, other=0.0
             )
+
         tl.store(dweight_ptr + channel, tl.sum(tl.sum(products, 1), 0))
         tl.store(dbias_ptr + channel, tl.sum(sums, 0))
 
@@ -214,13 +211,15 @@ def _apply_backward(
 
     dx = W (weight * dy - grad_mean / M) + 2 / M dL/dSigma (x - mean).
     """
-    n, first = tl.program_id(0), tl.program_id(1) * per_split
-    grad_ptr += (
-        n.to(tl.int64) * (GROUPS * (GROUPS + 1)) + GROUPS * GROUPS
-    )  # to the sums of weight * dy
-    x_ptr, dy_ptr = sample_ptr(x_ptr, n, x_n, VECTOR), sample_ptr(dy_ptr, n, dy_n, VECTOR)
+    n = tl.program_id(0)
+    first = tl.program_id(1) * per_split
+    # to the sums of weight * dy
+    grad_ptr += n.to(tl.int64) * (GROUPS * (GROUPS + 1)) + GROUPS * GROUPS
+    x_ptr = sample_ptr(x_ptr, n, x_n, VECTOR)
+    dy_ptr = sample_ptr(dy_ptr, n, dy_n, VECTOR)
     dx_ptr = sample_ptr(dx_ptr, n, dx_n, VECTOR)
     rows = tl.arange(0, ROWS)
+
     if DEPTH == ROWS:
         mean = load_rows(mean_ptr, n, rows, GROUPS)
         grad_mean = tl.load(grad_ptr + rows, mask=rows < GROUPS, other=0.0) / columns
@@ -229,22 +228,19 @@ def _apply_backward(
         if HALVES:
             whitening_high, whitening_low, inverse = split_matrix(whitening)
             slope_high, slope_low, inverse_slope = split_matrix(slope)
-            scale, inverse_dy = half_scale(
-                2 * tl.load(largest_ptr + n)
-            )  # |grad_mean| / M is not larger
+            # |grad_mean| / M is not larger
+            scale, inverse_dy = half_scale(2 * tl.load(largest_ptr + n))
             scale_x, inverse_x = input_scale(sigma_ptr, n, rows, columns, GROUPS)
             inverse *= inverse_dy
             inverse_slope *= inverse_x
         else:
-            whitening, slope = (
-                to_operand(whitening, OPERAND, PRECISION),
-                to_operand(slope, OPERAND, PRECISION),
-            )
-        if (
-            weight_ptr is not None and JB >= CPG
-        ):  # the same for all tiles: else copied to shared memory for each
+            whitening = to_operand(whitening, OPERAND, PRECISION)
+            slope = to_operand(slope, OPERAND, PRECISION)
+        # the same for all tiles: else copied to shared memory for each
+        if weight_ptr is not None and JB >= CPG:
             j, _, _ = tile_columns(first, positions, CPG, JB, PB, VECTOR, X_J)
             weight = load_per_channel(weight_ptr, rows, j, GROUPS, CPG, JB)
+
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
         j, p, exists = tile_columns(tile, positions, CPG, JB, PB, VECTOR, X_J)
         dx = tl.zeros([ROWS, JB * PB], tl.float32)
@@ -260,6 +256,7 @@ def _apply_backward(
                 )
                 slope = load_matrix(grad_sigma_ptr, n, rows, k, GROUPS) * (2 / columns)
                 slope = to_operand(slope, OPERAND, PRECISION)
+
             inside = (k < GROUPS)[:, None] & exists[None, :]
             x = tl.load(
                 x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0
@@ -269,6 +266,7 @@ def _apply_backward(
                 mask=inside,
                 other=0.0,
             )
+
             scaled = dy.to(tl.float32)
             if weight_ptr is not None:
                 if DEPTH != ROWS or JB < CPG:
@@ -276,25 +274,24 @@ def _apply_backward(
                 scaled *= weight
             scaled -= grad_mean[:, None]
             centered = x.to(tl.float32) - mean[:, None]
+
             if HALVES:
                 high, low = split_half(scaled * scale)
                 dx = multiply_half(whitening_high, whitening_low, high, low) * inverse
                 high, low = split_half(centered * scale_x)
                 of_statistics = multiply_half(slope_high, slope_low, high, low) * inverse_slope
             else:
-                scaled, centered = (
-                    to_operand(scaled, OPERAND, PRECISION),
-                    to_operand(centered, OPERAND, PRECISION),
-                )
+                scaled = to_operand(scaled, OPERAND, PRECISION)
+                centered = to_operand(centered, OPERAND, PRECISION)
                 dx = tl.dot(whitening, scaled, dx, input_precision=PRECISION)
                 of_statistics = tl.dot(
                     slope, centered, of_statistics, input_precision=PRECISION
                 )
         dx += of_statistics
+
         inside = (rows < GROUPS)[:, None] & exists[None, :]
-        if (
-            IN_PLACE
-        ):  # all threads have read their part of the dy tile before any thread writes to it
+        if IN_PLACE:
+            # all threads have read their part of the dy tile before any thread writes to it
             tl.debug_barrier()
         tl.store(
             dx_ptr + tile_offsets(rows, j, p, dx_outer, CPG, VECTOR, DX_J), dx, mask=inside
@@ -306,36 +303,42 @@ def grad_products(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Multiply gradient and input, and add over splits and channels, in two launches.
 
-    With ``y``, the output of a fused ReLU, dY is ``dy`` masked to zero where y <= 0, and is stored in ``out``.
+    With ``y``, the output of a fused ReLU, dY is ``dy`` masked to zero where y <= 0, and is stored
+    in ``out``.
 
     Returns:
-        The products G_j = dY_j X_C,j^T and, as one more row, the sums of dY_j: (C / g, N, g + 1, g). Both multiplied by
-        the weight and added over j: dL/dW (N, g + 1, g). The largest |weight * dY| (N), if it is needed.
+        The products G_j = dY_j X_C,j^T and, as one more row, the sums of dY_j:
+        (C / g, N, g + 1, g). Both multiplied by the weight and added over j: dL/dW (N, g + 1, g).
+        The largest |weight * dY| (N), if it is needed.
     """
-    groups, setting = mean.shape[1], launch.tuning_for(x).products
+    n, groups = mean.shape
+    cpg = x.shape[1] // groups
+    setting = tuning_for(x).products
     if y is not None:  # takes registers, too
         setting = setting._replace(tile_bytes=setting.tile_bytes // 2)
     if groups > 64:
         setting = setting._replace(stages=2)
-    splits, columns = launch.over_columns(setting, groups, one_j=True, x=x, dy=dy, masked=out)
-    n, cpg = x.shape[0], x.shape[1] // groups
-    parts = launch.empty(x, cpg, n, splits, groups + 1, groups)
-    part_largest = launch.empty(x, cpg, n, splits) if launch.in_halves(x, groups) else None
-    launch.run(
-        _products, **columns, y_ptr=y, mean_ptr=mean, weight_ptr=weight, part_ptr=parts, largest_ptr=part_largest,
-        samples=n, OPERAND=launch.operand_dtype(x),
+    splits, columns = over_columns(setting, groups, one_j=True, x=x, dy=dy, masked=out)
+
+    parts = plans.empty(x, cpg, n, splits, groups + 1, groups)
+    part_largest = plans.empty(x, cpg, n, splits) if in_halves(x, groups) else None
+    plans.run(
+        _products, **columns,
+        y_ptr=y, mean_ptr=mean, weight_ptr=weight, part_ptr=parts, largest_ptr=part_largest,
+        samples=n, OPERAND=operand_dtype(x),
     )  # fmt: skip
-    products = parts[:, :, 0] if splits == 1 else launch.empty(x, cpg, n, groups + 1, groups)
-    grad = launch.empty(x, n, groups + 1, groups)
-    largest = None if part_largest is None else launch.empty(x, n)
+
+    products = parts[:, :, 0] if splits == 1 else plans.empty(x, cpg, n, groups + 1, groups)
+    grad = plans.empty(x, n, groups + 1, groups)
+    largest = None if part_largest is None else plans.empty(x, n)
     # 64 elements of a thread, read at once
     at_once = min(256, triton.next_power_of_2(splits))
     jb = min(triton.next_power_of_2(cpg), 256 // at_once)
     block = min(8192 // (jb * at_once), 256)
-    launch.run(
+    plans.run(
         _reduce, (n, triton.cdiv(groups * (groups + 1), block)), like=x, warps=4, stages=2,
-        part_ptr=parts, part_largest_ptr=part_largest, product_ptr=products if splits > 1 else None, weight_ptr=weight,
-        grad_ptr=grad, largest_ptr=largest, samples=n, splits=splits,
+        part_ptr=parts, part_largest_ptr=part_largest, product_ptr=products if splits > 1 else None,
+        weight_ptr=weight, grad_ptr=grad, largest_ptr=largest, samples=n, splits=splits,
         GROUPS=groups, CPG=cpg, JB=jb, AT_ONCE=at_once, BLOCK=block,
     )  # fmt: skip
     return products, grad, largest
@@ -351,20 +354,24 @@ def matrix_gradients(
     num_iters: int,
     kept: Tensor | None,
 ) -> Tensor:
-    """Write the gradients of weight and bias (C,), and return the symmetric dL/dSigma, in one launch with ``kept``.
+    """Write the gradients of weight and bias (C,), and return the symmetric dL/dSigma.
 
-    Without, torch computes dL/dSigma, and the whitening matrices are written as well.
+    With ``kept`` in one launch. Without, torch computes dL/dSigma, and the whitening matrices are
+    written as well.
     """
-    (cpg, n), groups = products.shape[:2], sigma.shape[1]
-    rows = launch.padded_rows(groups)
-    grad_sigma = launch.empty(sigma, *sigma.shape)
+    cpg, n = products.shape[:2]
+    groups = sigma.shape[1]
+    rows = padded_rows(groups)
+    grad_sigma = plans.empty(sigma, *sigma.shape)
     if kept is None:
         with autocast_off(sigma.device.type):
-            found = newton_backward(sigma, grad[:, :-1], num_iters)
-        whitening.copy_(found[0])
-        grad_sigma.copy_(found[1])
-    launch.run(
-        _matrix_gradients, (cpg * groups + (0 if kept is None else n), 1), like=products, warps=4, stages=3,
+            matrices, gradients = newton_backward(sigma, grad[:, :-1], num_iters)
+        whitening.copy_(matrices)
+        grad_sigma.copy_(gradients)
+
+    programs = cpg * groups if kept is None else cpg * groups + n
+    plans.run(
+        _matrix_gradients, (programs, 1), like=products, warps=4, stages=3,
         product_ptr=products, whitening_ptr=whitening, dweight_ptr=dweight, dbias_ptr=dbias,
         sigma_ptr=sigma, kept_ptr=kept, grad_ptr=grad, grad_sigma_ptr=grad_sigma,
         zero=zero_variance_threshold(torch.float32), samples=n, cpg=cpg,
@@ -387,13 +394,14 @@ def apply_backward(
 ) -> None:
     """Write dX to ``out``, which may be ``dy``, in one launch.
 
-    dX = W (weight * dY - grad_mean / M) + 2 / M dL/dSigma (X - mean); grad_mean is the last row of ``grad``.
+    dX = W (weight * dY - grad_mean / M) + 2 / M dL/dSigma (X - mean); grad_mean is the last row of
+    ``grad``.
     """
     groups = mean.shape[1]
-    _, columns = launch.over_columns(
-        launch.tuning_for(x).apply_backward, groups, matrix=True, x=x, dy=dy, dx=out
-    )
-    launch.run(
-        _apply_backward, **columns, mean_ptr=mean, sigma_ptr=sigma, whitening_ptr=whitening, weight_ptr=weight,
+    setting = tuning_for(x).apply_backward
+    _, columns = over_columns(setting, groups, matrix=True, x=x, dy=dy, dx=out)
+    plans.run(
+        _apply_backward, **columns,
+        mean_ptr=mean, sigma_ptr=sigma, whitening_ptr=whitening, weight_ptr=weight,
         grad_sigma_ptr=grad_sigma, grad_ptr=grad, largest_ptr=largest, IN_PLACE=dy is out,
     )  # fmt: skip

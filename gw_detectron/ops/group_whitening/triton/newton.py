@@ -5,11 +5,12 @@ from __future__ import annotations  # without triton, constexpr is only a name i
 import torch
 from torch import Tensor
 
-from ...checks import autocast_off, zero_variance_threshold
+from ...numerics import autocast_off, zero_variance_threshold
 from ...solvers.newton import newton_inverse_sqrt
-from . import launch
+from . import plans
 from .compiler import constexpr, jit, tl
-from .tiles import half_scale, load_matrix, multiply_half, split_half, store_matrix
+from .device_functions import half_scale, load_matrix, multiply_half, split_half, store_matrix
+from .tiling import padded_rows
 
 
 @jit
@@ -64,13 +65,17 @@ def _symmetric_product(a, kept_ptr, place: constexpr):
 
 @jit
 def _normalized(sigma_ptr, n, zero, rows, GROUPS: constexpr):
-    """Return Sigma / tr(Sigma), tr(Sigma), its inverse root (0 for a covariance that counts as zero) and the identity."""
+    """Return Sigma / tr(Sigma), tr(Sigma), its inverse root and the identity.
+
+    The root is 0 for a covariance that counts as zero.
+    """
     eye = (rows[:, None] == rows[None, :]) & (rows < GROUPS)[:, None]
     sigma = load_matrix(sigma_ptr, n, rows, rows, GROUPS)
     trace = tl.sum(tl.sum(tl.where(eye, sigma, 0.0), 1), 0)
     alive = trace > zero
     trace = tl.where(alive, trace, 1.0)
-    return sigma / trace, trace, tl.where(alive, 1.0 / tl.sqrt(trace), 0.0), eye
+    inv_sqrt = tl.where(alive, 1.0 / tl.sqrt(trace), 0.0)
+    return sigma / trace, trace, inv_sqrt, eye
 
 
 @jit
@@ -85,15 +90,17 @@ def _newton_in_registers(
 ):
     """Compute the whitening matrix of a sample, in 10 products for T = 5.
 
-    The scheme is that of ``ops/solvers/newton.py``, with its names. If kept_ptr is given, the operands of the tangents
-    are kept there. Loops are unrolled: with branches at run time, the matrices would not fit Hopper's registers. Other
-    GPUs spill some.
+    The scheme is that of ``ops/solvers/newton.py``, with its names. If kept_ptr is given, the
+    operands of the tangents are kept there. Loops are unrolled: with branches at run time, the
+    matrices would not fit Hopper's registers. Other GPUs spill some.
     """
-    n, rows = tl.program_id(0), tl.arange(0, ROWS)
+    n = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
     q, _, inv_sqrt, eye = _normalized(sigma_ptr, n, zero, rows, GROUPS)
     p = tl.where(eye, 1.0, 0.0)
     if kept_ptr is not None:
         kept_ptr = _kept_of(kept_ptr, n, rows, ITERS)
+
     for step in tl.static_range((ITERS + 1) // 2):
         q_high, q_low = split_half(q)
         c = 2.25 if 2 * step + 2 <= ITERS else 1.5
@@ -107,16 +114,19 @@ def _newton_in_registers(
             f = -0.5 * q
         f_high, f_low = split_half(f)
         _keep(kept_ptr, 5 * step + 2, f_high, f_low)
+
         if step == 0:
             p = f + tl.where(eye, c, 0.0)
         else:
             high, low = split_half(p)
             _keep(kept_ptr, 5 * step + 3, high, low)
             p = multiply_half(f_high, f_low, high, low) + c * p
+
         if 2 * step + 2 < ITERS:
             high, low = split_half(multiply_half(f_high, f_low, f_high, f_low) + 2 * c * f)
             _keep(kept_ptr, 5 * step + 4, high, low)
             q = multiply_half(high, low, q_high, q_low) + c * c * q
+
     store_matrix(whitening_ptr, n, rows, rows, p * inv_sqrt, GROUPS)
 
 
@@ -125,7 +135,10 @@ def covariance_gradient(
     sigma_ptr, whitening_ptr, kept_ptr, grad_ptr, grad_sigma_ptr, n, zero,
     GROUPS: constexpr, ROWS: constexpr, ITERS: constexpr,
 ):  # fmt: skip
-    """Compute the symmetric dL/dSigma of sample n, in 14 products for T = 5, from what _newton_in_registers kept."""
+    """Compute the symmetric dL/dSigma of sample n, in 14 products for T = 5.
+
+    The operands are those that _newton_in_registers kept.
+    """
     rows = tl.arange(0, ROWS)
     _, trace, inv_sqrt, eye = _normalized(sigma_ptr, n, zero, rows, GROUPS)
     grad = load_matrix(grad_ptr, n, rows, rows, GROUPS, 1)
@@ -133,12 +146,13 @@ def covariance_gradient(
     # tangents are linear in dq: scaled to about 1, which keeps them in the range of float16
     scale, inverse = half_scale(16384 * tl.max(tl.max(tl.abs(dq), 1), 0))
     dq *= scale
+
     p = load_matrix(whitening_ptr, n, rows, rows, GROUPS) * tl.sqrt(trace)
-    along = tl.sum(
-        tl.sum(0.5 * dq * p, 1), 0
-    )  # <dL/dW, P> / (2 sqrt(tr)), and later <dL/dS, S>
+    # <dL/dW, P> / (2 sqrt(tr)), and later <dL/dS, S>
+    along = tl.sum(tl.sum(0.5 * dq * p, 1), 0)
     dp = tl.zeros([ROWS, ROWS], tl.float32)
     kept_ptr = _kept_of(kept_ptr, n, rows, ITERS)
+
     for step in tl.static_range((ITERS + 1) // 2):
         c = 2.25 if 2 * step + 2 <= ITERS else 1.5
         if 2 * step + 2 <= ITERS:
@@ -148,15 +162,18 @@ def covariance_gradient(
             )
         else:
             df = -0.5 * dq
+
         if step == 0:
             dp = df
         else:
             dp = _from_right(dp, kept_ptr, 5 * step + 2) + c * dp
             dp += _from_left(kept_ptr, 5 * step + 3, df)
+
         if 2 * step + 2 < ITERS:
             dt = _symmetric_product(df, kept_ptr, 5 * step + 2) + 2 * c * df
             dq = _from_left(kept_ptr, 5 * step + 4, dq) + c * c * dq
             dq += _from_right(dt, kept_ptr, 5 * step)
+
     s = load_matrix(sigma_ptr, n, rows, rows, GROUPS) / trace
     along += tl.sum(tl.sum(dp * s, 1), 0)
     dp -= tl.where(eye, along, 0.0)
@@ -173,19 +190,23 @@ def in_registers(groups: int, num_iters: int) -> bool:
 
 def operands(x: Tensor, groups: int, num_iters: int) -> Tensor:
     """Return scratch for the operands that ``newton`` keeps for ``covariance_gradient``."""
-    rows = launch.padded_rows(groups)
-    return launch.empty(x, len(x), (num_iters + 1) // 2, 5, 2, rows, rows, dtype=torch.float16)
+    rows = padded_rows(groups)
+    return plans.empty(x, len(x), (num_iters + 1) // 2, 5, 2, rows, rows, dtype=torch.float16)
 
 
 def newton(sigma: Tensor, num_iters: int, out: Tensor, kept: Tensor | None = None) -> None:
-    """Write the whitening matrices of ``sigma`` (N, g, g) to ``out``, and operands of the tangents to ``kept``."""
+    """Write the whitening matrices of ``sigma`` (N, g, g) to ``out``.
+
+    The operands of the tangents go to ``kept``.
+    """
     groups = sigma.shape[1]
     if not in_registers(groups, num_iters):
         with autocast_off(sigma.device.type):
             out.copy_(newton_inverse_sqrt(sigma, num_iters))
         return
-    launch.run(
+
+    plans.run(
         _newton_in_registers, (len(sigma), 1), like=sigma, warps=4, stages=1,
         sigma_ptr=sigma, whitening_ptr=out, kept_ptr=kept, zero=zero_variance_threshold(torch.float32),
-        GROUPS=groups, ROWS=launch.padded_rows(groups), ITERS=num_iters,
+        GROUPS=groups, ROWS=padded_rows(groups), ITERS=num_iters,
     )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Device functions: offsets, loads and stores of activation tiles and small matrices."""
+"""Device functions of the kernels: offsets, loads and stores of tiles and small matrices.
+
+``tiling.py`` chooses the tiles; its names JB, PB and VECTOR are theirs.
+"""
 
 from __future__ import annotations  # without triton, constexpr is only a name in the signatures
 
@@ -15,13 +18,10 @@ def tile_columns(
     VECTOR: constexpr,
     J_FIRST: constexpr,
 ):
-    """Return j, p and the mask of a tile's columns.
-
-    j is a scalar if JB == 1.
-    """
+    """Return j, p and the mask of a tile's columns; j is a scalar if JB == 1."""
     if not J_FIRST:  # exact; tells the compiler that VECTOR neighbors exist together
         positions = positions // VECTOR * VECTOR
-    column = tl.arange(0, JB * PB)
+
     if JB >= CPG:  # tells the compiler that j is 0, hence that neighboring channels are aligned
         j = tile * 0
         p = tile * PB
@@ -29,6 +29,8 @@ def tile_columns(
         p_tiles = tl.cdiv(positions, PB)
         j = tile // p_tiles * JB
         p = tile % p_tiles * PB
+
+    column = tl.arange(0, JB * PB)
     if JB == 1:
         p += column
     elif J_FIRST:
@@ -37,6 +39,7 @@ def tile_columns(
     else:
         j += column // PB
         p += column % PB
+
     return j, p, (j < CPG) & (p < positions)
 
 
@@ -50,14 +53,16 @@ def sample_ptr(ptr, n, stride, VECTOR: constexpr):
 def tile_offsets(rows, j, p, outer, CPG: constexpr, VECTOR: constexpr, J_FIRST: constexpr):
     """Return the offsets of a tile's elements in a sample.
 
-    ``outer`` is the stride of p if J_FIRST, else of channels; the other stride is 1. Offsets have 32 bits, which halves
-    their registers; ``launch.MAX_EXTENT`` ensures that they suffice.
+    ``outer`` is the stride of p if J_FIRST, else of channels; the other stride is 1. Offsets have
+    32 bits, which halves their registers; ``support.MAX_EXTENT`` ensures that they suffice.
     """
     stride = outer // VECTOR * VECTOR
     if J_FIRST:
-        row, column = rows * CPG, p * stride + j
+        row = rows * CPG
+        column = p * stride + j
     else:
-        row, column = rows * (stride * CPG), j * stride + p
+        row = rows * (stride * CPG)
+        column = j * stride + p
     return row[:, None] + column[None, :]
 
 
@@ -100,7 +105,10 @@ def store_matrix(ptr, n, rows, columns, value, GROUPS: constexpr, MORE: constexp
 
 @jit
 def round_tf32(x):
-    """Round to tf32, to nearest. Hopper's tensor cores would cut the 13 low bits of an operand off."""
+    """Round to tf32, to nearest.
+
+    Hopper's tensor cores would cut the 13 low bits of an operand off.
+    """
     rounded = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
     return tl.where(x == x, rounded, x)  # the sum would turn a NaN into -0
 
@@ -123,17 +131,22 @@ def split_tf32(x):
 
 @jit
 def half_scale(bound):
-    """Return a power of two that brings values up to ``bound`` below 2^15, and its inverse; 2^126 at most."""
+    """Return a power of two that brings values up to ``bound`` below 2^15, and its inverse.
+
+    It is at most 2^126.
+    """
     exponent = tl.minimum(tl.maximum(bound.to(tl.int32, bitcast=True) >> 23, 15), 254)
     scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    return scale, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return scale, inverse
 
 
 @jit
 def split_half(x):
     """Return two float16 for a float32 below 2^15: x = high + low / 2048."""
     high = x.to(tl.float16)
-    return high, ((x - high.to(tl.float32)) * 2048).to(tl.float16)
+    low = (x - high.to(tl.float32)) * 2048
+    return high, low.to(tl.float16)
 
 
 @jit
@@ -145,15 +158,16 @@ def multiply_half(a_high, a_low, b_high, b_low):
 
 @jit
 def input_scale(sigma_ptr, n, rows, columns, GROUPS: constexpr):
-    """Return the power of two for the centered input of sample n, and its inverse: |x - mean|^2 <= M tr Sigma."""
+    """Return the power of two for the centered input of sample n, and its inverse.
+
+    |x - mean|^2 <= M tr Sigma in every element.
+    """
     diagonal = tl.load(
         sigma_ptr + n.to(tl.int64) * (GROUPS * GROUPS) + rows * (GROUPS + 1),
         mask=rows < GROUPS,
         other=0.0,
     )
-    trace = tl.maximum(
-        tl.sum(diagonal, 0), 1e-19
-    )  # W is zero below (see zero_variance_threshold)
+    trace = tl.maximum(tl.sum(diagonal, 0), 1e-19)  # W is zero below (zero_variance_threshold)
     return half_scale(tl.sqrt(trace) * tl.sqrt(columns))
 
 
@@ -165,5 +179,6 @@ def split_matrix(matrix):
     return high, low, inverse
 
 
-#: whether Triton runs the kernels in its interpreter, on the CPU; a constant, which torch.compile can trace
+#: whether Triton runs the kernels in its interpreter, on the CPU; a constant, which torch.compile can
+#: trace
 INTERPRETED = triton is not None and not isinstance(tile_columns, triton.JITFunction)
