@@ -77,10 +77,12 @@ def _temporary(path: Path) -> Iterator[Path]:
         cause = _os_error(error)
         if cause is None or isinstance(cause, UserError) or not is_user_error(cause):
             raise
+
         # an error of writing to an open file has no name; any other name is of a file that the caller reads
         named = os.fspath(cause.filename or temporary)
         if named != os.fspath(path) and not named.startswith(os.fspath(temporary)):
             raise
+
         raise FileAccessError(
             f"'{path}': was not written: {cause.strerror or cause}. Fix: free disk space or get write permission, then "
             "run again (a training with --resume)."

@@ -176,7 +176,7 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
     words = list(opts)
     if words[:1] == ["--"]:  # which argparse keeps
         del words[0]
-    _check_pairs(words)
+    _check_flags(words)
 
     reader = _Reader(default_config())
     try:
@@ -212,14 +212,12 @@ def _check_file(path: str) -> None:
         )
 
 
-def _check_pairs(words: Sequence[Any]) -> None:
+def _check_flags(words: Sequence[Any]) -> None:
     flags = [word for word in words if str(word).startswith("--")]
     if flags:
         raise ConfigError(
             f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)} before {words[0]}."
         )
-    if len(words) % 2:
-        raise ConfigError(f"Arguments '{' '.join(map(str, words))}': not pairs of KEY VALUE.")
 
 
 def _check_values(cfg: CfgNode) -> None:

@@ -43,13 +43,12 @@ def skip_without_operators(name: str) -> None:
 
 def gw_places(model: nn.Module) -> dict[str, int]:
     """Count the GW layers of a model by place."""
-    names = [
-        name for name, module in model.named_modules() if isinstance(module, GroupWhitening2d)
-    ]
-    return Counter(
-        re.search(r"stem|fpn|box_head|mask_head|sem_seg_head|subnet|conv\d", name)[0]
-        for name in names
-    )
+    places: Counter = Counter()
+    for name, module in model.named_modules():
+        if isinstance(module, GroupWhitening2d):
+            place = re.search(r"stem|fpn|box_head|mask_head|sem_seg_head|subnet|conv\d", name)
+            places[place[0]] += 1
+    return places
 
 
 #: a ResNet-50 with an eighth of the channels, on images of 64 pixels
@@ -71,6 +70,7 @@ _THIN: dict[str, Any] = {
     "TEST.KEYPOINT_OKS_SIGMAS": [0.1] * 4,
     "TEST.DETECTIONS_PER_IMAGE": 20,
 }
+_PYRAMID_SIZES = [[8], [16], [24], [32], [40]]
 _NORM_KEYS = (
     "FPN.NORM",
     "ROI_BOX_HEAD.NORM",
@@ -104,24 +104,24 @@ def small_arguments(
         folder: the output folder.
         changes: other options, written with ``__`` for the dot.
     """
-    suffix = "_panoptic_separated" if "sem_seg_head" in ARCHITECTURES[name] else ""
-    sizes = (
-        [[8, 16, 32]]
-        if name.endswith(("C4_1x_GW", "DC5_1x_GW"))
-        else [[8], [16], [24], [32], [40]]
-    )
-    options = {
-        # the configs choose the number of convolutions
-        **{key: value for key, value in OPTS.items() if not key.endswith("NUM_CONV")},
-        **_THIN,
-        **small_norms(norm),
-        **({} if "box_head" in ARCHITECTURES[name] else {"MODEL.ROI_BOX_HEAD.NORM": ""}),
-        "MODEL.ANCHOR_GENERATOR.SIZES": sizes,
+    places = ARCHITECTURES[name]
+    suffix = "_panoptic_separated" if "sem_seg_head" in places else ""
+    has_pyramid = not name.endswith(("C4_1x_GW", "DC5_1x_GW"))
+
+    # the configs choose the number of convolutions
+    options = {key: value for key, value in OPTS.items() if not key.endswith("NUM_CONV")}
+    options |= _THIN | small_norms(norm)
+    if "box_head" not in places:
+        options["MODEL.ROI_BOX_HEAD.NORM"] = ""
+    options |= {
+        "MODEL.ANCHOR_GENERATOR.SIZES": _PYRAMID_SIZES if has_pyramid else [[8, 16, 32]],
         "DATASETS.TRAIN": f"('gw_synthetic_train{suffix}',)",
         "DATASETS.TEST": f"('gw_synthetic_val{suffix}',)",
         "OUTPUT_DIR": folder,
-        **{key.replace("__", "."): value for key, value in changes.items()},
     }
+    for key, value in changes.items():
+        options[key.replace("__", ".")] = value
+
     args = arguments(folder)
     args.config_file = str(ROOT / "configs" / f"{name}.yaml")
     args.opts = [str(word) for pair in options.items() for word in pair]

@@ -173,6 +173,7 @@ def test_values_of_the_command_line_are_not_run(tmp_path, code):
             "LOAD_PROPOSALS",
         ),  # Detectron2 unpickles proposal files
         (["SEED", "3", "--config-file", "x.yaml"], "--config-file"),
+        (["SEED"], "SEED"),
         (
             ["OUTPUT_DIR", "2024"],
             "OUTPUT_DIR",

@@ -3,25 +3,31 @@
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import timm
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
-from detectron2.modeling import build_backbone
+from detectron2.layers import ShapeSpec
 from safetensors.torch import save_file
 from timm.utils import CheckpointSaver
 from torch import nn
 
 from examples import timm_models
-from gw_detectron.config import read_config
+from gw_detectron.config import changed_config, read_config
 from gw_detectron.errors import UnknownNormError, UserError
 from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.modeling import build_gw_resnet_backbone
 from gw_detectron.weights import convert_file, to_torchvision
 
 
 def whitened(model: nn.Module) -> int:
-    return sum(isinstance(module, GroupWhitening2d) for module in model.modules())
+    kinds = [type(module) for module in model.modules()]
+    return kinds.count(GroupWhitening2d)
+
+
+IMAGE = torch.randn(1, 3, 64, 64)
 
 
 @pytest.mark.parametrize(
@@ -34,25 +40,28 @@ def whitened(model: nn.Module) -> int:
     ],
 )
 def test_the_tag_names_the_positions(name, count):
+    architecture, _, _ = name.partition(".")
+
     model = timm.create_model(name, num_classes=3)
+
     assert whitened(model) == count
-    assert model.pretrained_cfg["architecture"] == name.partition(".")[0]
-    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 3)
+    assert model.pretrained_cfg["architecture"] == architecture
+    assert model(IMAGE).shape == (1, 3)
 
 
-def test_another_norm_other_positions_and_unknown_ones():
+def test_another_norm_and_other_positions():
     model = timm.create_model(
         "gw_resnet18", positions="S1", norm="GW:groups=16", features_only=True
     )
-    assert [len(level[0]) for level in model(torch.randn(1, 3, 64, 64))] == [
-        64,
-        64,
-        128,
-        256,
-        512,
-    ]
-    assert whitened(model) == 1 and model.bn1.num_groups == 16
-    assert whitened(timm.create_model("gw_resnet18", positions="")) == 0
+
+    levels = model(IMAGE)
+
+    assert [level.shape[1] for level in levels] == [64, 64, 128, 256, 512]
+    assert whitened(model) == 1
+    assert model.bn1.num_groups == 16
+
+
+def test_unknown_norms_and_positions():
     with pytest.raises(RuntimeError, match="s1_b3"):
         timm.create_model("gw_resnet18.s1_b3")
     with pytest.raises(UserError, match="GX"):
@@ -60,40 +69,47 @@ def test_another_norm_other_positions_and_unknown_ones():
 
 
 def test_weights_go_to_detectron2_and_back(tmp_path):
-    model = timm.create_model("gw_resnet18.s1_b2", norm="GW:groups=16", num_classes=3).eval()
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if "bn" in name and tensor.is_floating_point():
-                tensor.copy_(torch.rand(tensor.shape) + 0.5)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    args = argparse.Namespace(model="gw_resnet18.s1_b2", model_kwargs={"norm": "GW:groups=16"})
-    saver = CheckpointSaver(
-        model, optimizer, args, checkpoint_dir=str(tmp_path), recovery_dir=str(tmp_path)
-    )
-    saver.save_checkpoint(0, 1)  # as timm's training script does
+    norm = "GW:groups=16"
+    model = timm.create_model("gw_resnet18.s1_b2", norm=norm, num_classes=3).eval()
+    for name, tensor in model.state_dict().items():
+        if "bn" in name and tensor.is_floating_point():
+            tensor.copy_(torch.rand(tensor.shape) + 0.5)
+    expected = model.forward_features(IMAGE)
+    checkpoint = save_as_timm(model, norm, tmp_path)
+
     with pytest.raises(UnknownNormError, match="--norm GW"):
-        convert_file(tmp_path / "last.pth.tar", tmp_path / "weights.pkl")
-    convert_file(tmp_path / "last.pth.tar", tmp_path / "weights.pkl", norm="GW:groups=16")
-    cfg = read_config(
-        str(tmp_path / "weights.yaml"), ["MODEL.RESNETS.OUT_FEATURES", "['res5']"]
-    )
-    cfg.MODEL.BACKBONE.NAME = "build_gw_resnet_backbone"
-    backbone = build_backbone(cfg).eval()
+        convert_file(checkpoint, tmp_path / "weights.pkl")
+    convert_file(checkpoint, tmp_path / "weights.pkl", norm=norm)
+
+    features = {"MODEL.RESNETS.OUT_FEATURES": ["res5"]}
+    cfg = changed_config(read_config(tmp_path / "weights.yaml"), features)
+    backbone = build_gw_resnet_backbone(cfg, ShapeSpec(channels=3)).eval()
     DetectionCheckpointer(backbone).load(cfg.MODEL.WEIGHTS)
-    x = torch.randn(1, 3, 64, 64)
-    assert torch.allclose(backbone(x)["res5"], model.forward_features(x), atol=1e-4)
+    output = backbone(IMAGE)["res5"]
+    assert torch.allclose(output, expected, atol=1e-4)
 
     file = tmp_path / "timm.safetensors"
     save_file(to_torchvision(backbone.state_dict()), file)
-    overlay = {"file": str(file)}
     back = timm.create_model(
         "gw_resnet18",
-        norm="GW:groups=16",
+        norm=norm,
         num_classes=0,
         pretrained=True,
-        pretrained_cfg_overlay=overlay,
-    ).eval()
-    assert torch.allclose(back.forward_features(x), model.forward_features(x), atol=1e-4)
+        pretrained_cfg_overlay={"file": str(file)},
+    )
+    output = back.eval().forward_features(IMAGE)
+    assert torch.allclose(output, expected, atol=1e-4)
+
+
+def save_as_timm(model: nn.Module, norm: str, folder: Path) -> Path:
+    """Save a checkpoint as timm's training script does."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    args = argparse.Namespace(model="gw_resnet18.s1_b2", model_kwargs={"norm": norm})
+    saver = CheckpointSaver(
+        model, optimizer, args, checkpoint_dir=str(folder), recovery_dir=str(folder)
+    )
+    saver.save_checkpoint(0, 1)
+    return folder / "last.pth.tar"
 
 
 @pytest.mark.slow

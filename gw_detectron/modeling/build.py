@@ -1,7 +1,6 @@
 """Build the detector of a config; the keys of norms and class counts, and the components that read them."""
 
 import contextlib
-import os
 import traceback
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -131,16 +130,10 @@ def _reason(error: Exception) -> str:
         return f"{reason}."
     if not isinstance(error, (UserError, ValueError)):
         # bare assertions and index errors tell nothing but their place
-        reason = f"{type(error).__name__} {reason}".rstrip() + f" ({_place(error)})"
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.filename}, line {place.lineno}: {place.line}"
+        reason = f"{type(error).__name__} {reason}".rstrip() + f" ({where})"
     return f"{reason}. Fix: correct the MODEL keys of the config."
-
-
-def _place(error: Exception) -> str:
-    """Return the last line that an error passed outside of torch."""
-    torch_folder = os.path.dirname(torch.__file__)
-    frames = traceback.extract_tb(error.__traceback__)
-    *_, last = (frame for frame in frames if torch_folder not in frame.filename)
-    return f"{last.filename}, line {last.lineno}: {last.line}"
 
 
 def object_count_keys(cfg: CfgNode) -> list[str]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.modules.batchnorm import _LazyNormBase
 
 from ..errors import ConfigError, NormError
 from ..layers import GroupWhitening2d, WeightStandardized, standardize_weights
@@ -95,16 +94,13 @@ def _check_model(model: nn.Module) -> None:
         raise NormError(
             "convert_norms: the model is a norm layer itself. Fix: build the other norm."
         )
+
     for name, module in model.named_modules():
         classes = {cls.__name__ for cls in type(module).__mro__}
         if not classes.isdisjoint(_WRAPPERS):
             raise NormError(
                 f"convert_norms, {name or 'the model'} ({type(module).__name__}): shares its parameters with other "
                 "processes. Fix: convert the model first."
-            )
-        if isinstance(module, _LazyNormBase):
-            raise NormError(
-                f"convert_norms, {name} ({type(module).__name__}): has no channels yet. Fix: run one batch first."
             )
 
 
@@ -114,6 +110,7 @@ def _specs(
     """Return the norm name of each layer that the plan names."""
     if isinstance(plan, str):
         plan = {plan: "GW"}
+
     specs: dict[str, Norm | None] = {}
     for key, spec in plan.items():
         fitting = _fitting(key, model, layers)

@@ -3,7 +3,8 @@
 from collections import Counter
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from .names import norm_spec
 
@@ -25,29 +26,19 @@ def channels_of(layer: nn.Module) -> int:
     A layer of an unknown class is a norm if the name of its class contains "Norm" and it has a scale of its own.
     ConvNeXt's ``GlobalResponseNorm`` adds to its input and is none.
     """
-    if not _is_norm(layer):
-        return 0
-    for attribute in ("num_features", "num_channels"):
-        channels = getattr(layer, attribute, None)
-        if isinstance(channels, int):
-            return channels
-    scale = _scale(layer)
-    return 0 if scale is None else len(scale)
+    if isinstance(layer, _NormBase):
+        return layer.num_features
 
+    has_name = norm_spec(layer) is not None
+    scale = (layer._parameters | layer._buffers).get("weight")
+    if scale is None:  # such as of GW or GN without scale and shift
+        return layer.num_channels if has_name else 0
 
-def _is_norm(layer: nn.Module) -> bool:
-    if isinstance(layer, nn.modules.batchnorm._NormBase) or norm_spec(layer) is not None:
-        return True
-    name = type(layer).__name__
-    if "Norm" not in name or "GlobalResponse" in name:
-        return False
-    scale = _scale(layer)
-    return scale is not None and scale.dim() == 1
-
-
-def _scale(layer: nn.Module) -> Tensor | None:
-    tensors = layer._parameters | layer._buffers
-    return tensors.get("weight")
+    class_name = type(layer).__name__
+    looks_like_norm = "Norm" in class_name and "GlobalResponse" not in class_name
+    if has_name or (looks_like_norm and scale.dim() == 1):
+        return len(scale)
+    return 0
 
 
 def norm_rows(model: nn.Module) -> list[NormRow]:
@@ -57,6 +48,7 @@ def norm_rows(model: nn.Module) -> list[NormRow]:
         spec = norm_spec(module)
         if not spec:
             continue
+
         parameters = list(module.parameters())
         row = NormRow(
             layer=name,

@@ -13,8 +13,6 @@ from .names import Norm, build_norm, norm_spec
 
 _AFFINE = ("weight", "bias")
 _STATISTICS = ("running_mean", "running_var", "running_matrix", "running_covariance")
-#: names that state no eps and momentum
-_BN = ("BN", "SyncBN", "FrozenBN", "naiveSyncBN", "naiveSyncBN_N")
 #: whose matrix for a diagonal covariance is its inverse square root
 _EXACT_SOLVERS = ("zca", "cholesky", "standardize")
 #: packages whose norm layers compute the norm, and an activation only in ``act``
@@ -162,15 +160,13 @@ def _copy_affine(old: nn.Module, new: Any) -> None:
 
 
 def _copy_settings(old: nn.Module, new: nn.Module, spec: Norm) -> None:
-    """Copy eps and momentum from BN to a BN layer whose name states neither."""
-    copied = set()
-    if isinstance(new, BatchRenorm2d):
-        copied = {"eps"}
-    elif isinstance(spec, (str, type)) and describe(new) in _BN:  # a function may state eps
-        copied = {"eps", "momentum"}
-
-    if hasattr(old, "running_mean"):
-        for setting in copied & vars(old).keys() & vars(new).keys():
+    """Copy eps and momentum from BN to a layer with running statistics whose name does not state them."""
+    if not hasattr(old, "running_mean") or not hasattr(new, "running_mean"):
+        return
+    if not isinstance(spec, (str, type)):  # a function may state eps
+        return
+    for setting in vars(old).keys() & vars(new).keys() & {"eps", "momentum"}:
+        if f"{setting}=" not in describe(new):
             setattr(new, setting, getattr(old, setting))
 
 

@@ -428,11 +428,6 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
             r"norm: parts \(a plain dict\) holds it too",
         ),
         (
-            lambda: small(nn.LazyBatchNorm2d),
-            {"*": "GW"},
-            r"1 \(LazyBatchNorm2d\): has no channels yet. Fix: run one",
-        ),
-        (
             lambda: nn.Sequential(nn.GroupNorm(2, 8)),
             {"*": "FrozenBN"},
             "statistics of its own, which FrozenBN needs",
