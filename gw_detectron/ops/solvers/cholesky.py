@@ -142,7 +142,11 @@ def _eliminate_largest(sigma: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Te
         pivots.append(d)
         floors.append(d_floor)
 
-    return torch.cat(rows, -2), torch.cat(pivots, -1), torch.cat(floors, -1)
+    return (
+        torch.cat(rows, -2),
+        torch.cat(pivots, -1),
+        torch.cat(floors, -1),
+    )
 
 
 def _beside_identity(sigma: Tensor) -> Tensor:
