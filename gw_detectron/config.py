@@ -238,7 +238,7 @@ def _check_values(cfg: CfgNode) -> None:
 def _explain(error: Exception) -> str:
     """Return the text of an error of Detectron2's config, and how to write the key or value."""
     reason = first_line(error)
-    unknown = re.search(r"Non-existent (?:config )?key: ([\w.]*)", reason)
+    unknown = re.search(r"Non-existent (?:config )?key: (\S*[^\s.])", reason)
     if unknown:
         known = [key for key, _ in flat_items(default_config())]
         return f"unknown config key '{unknown[1]}'.{similar_names(unknown[1], known)}"

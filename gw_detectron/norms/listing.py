@@ -32,7 +32,7 @@ def channels_of(layer: nn.Module) -> int:
     has_name = norm_spec(layer) is not None
     scale = (layer._parameters | layer._buffers).get("weight")
     if scale is None:  # such as of GW or GN without scale and shift
-        return layer.num_channels if has_name else 0
+        return int(getattr(layer, "num_channels", 0)) if has_name else 0
 
     class_name = type(layer).__name__
     looks_like_norm = "Norm" in class_name and "GlobalResponse" not in class_name

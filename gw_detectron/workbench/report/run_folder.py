@@ -110,7 +110,8 @@ class RunFolder:
             for iteration, value in self.logged(name)
             if math.isfinite(value)  # AP can be NaN
         }
-        choose = min if name.endswith("loss") else max
+        is_loss = name.rpartition("/")[0] == "validation"
+        choose = min if is_loss else max
         return choose(values, key=values.__getitem__, default=None)
 
     @property
