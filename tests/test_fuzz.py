@@ -32,7 +32,7 @@ from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check
 
 from .tiny_run import CONFIG, ROOT
 from .weights.synthetic import make_network
-from .workbench.checks.sound_run import coco_content, config
+from .workbench.sound_run import coco_content, config
 
 LIMIT = 300 * max(1, settings.default.max_examples // 100)  # seconds of a test
 

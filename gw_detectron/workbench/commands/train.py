@@ -33,7 +33,7 @@ _SWITCHES = {
     "ignore-preflight": "start even if the pre-run checks fail; print their messages as warnings",
     "auto": "set image size, anchors, limits, learning rate, length and other keys from the training json, and print "
     "why; keys that you give win. Default of --config-file: a detector for your own data",
-    "overwrite": "replace an earlier run in OUTPUT_DIR: its checkpoints, log and results are removed first",
+    "overwrite": "replace an earlier run in OUTPUT_DIR: its checkpoints and results go when the new one begins",
     "allow-partial": "accept MODEL.WEIGHTS that lack a part of the backbone, which is then randomly initialized, and "
     "weights that were trained with other norms",
     "deterministic": "use only deterministic operations of torch: the same bits each time on the same machine; slower. "

@@ -179,7 +179,7 @@ def check_coco(
         reader.record = "segmentation"
         learnable = _check_geometry(sound, images, needs, found)
         if not (needs.training or is_completed):
-            _check_evaluated_fields({**content, "annotations": sound}, found)
+            _check_evaluated_fields({**content, "annotations": sound}, needs, found)
     except DataError:
         raise
     except MALFORMED as error:
@@ -305,14 +305,17 @@ def _keypoint_faults(annotation: dict[str, Any], needs: DatasetNeeds) -> list[Fa
     return [KEYPOINTS_APART] if 2 * near < labeled else []
 
 
-def _check_evaluated_fields(content: Any, found: dict[Fault, list[Any]]) -> None:
+def _check_evaluated_fields(
+    content: Any, needs: DatasetNeeds, found: dict[Fault, list[Any]]
+) -> None:
     """Find wrong fields that pycocotools reads, in a file that is evaluated as it is."""
     counted = [annotation for annotation in content["annotations"] if not annotation["iscrowd"]]
     replaced = replaced_values(
         counted, complete_annotations({**content, "annotations": counted})
     )
     found[AREA] += replaced["area"]
-    found[COUNTS] += replaced["num_keypoints"]
+    if needs.keypoints:
+        found[COUNTS] += replaced["num_keypoints"]
     numbers = [annotation["id"] for annotation in content["annotations"]]
     found[NO_ID] += [number for number in numbers if not is_match_id(number)]
 

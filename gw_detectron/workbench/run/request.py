@@ -113,7 +113,8 @@ class RunRequest:
         """Take a request from parsed flags; flags of other programs are left out."""
         flags = vars(args)
         own = {f.name: flags[f.name] for f in fields(cls) if flags.get(f.name)}
-        own["opts"] = tuple(word for word in flags.get("opts") or () if word != "--")
+        opts = tuple(flags.get("opts") or ())
+        own["opts"] = opts[1:] if opts[:1] == ("--",) else opts  # argparse keeps it
         own["num_gpus"] = flags.get("num_gpus", 1)
         own["epochs"] = flags.get("epochs")
         names = [f.name for f in fields(DatasetFlags)]

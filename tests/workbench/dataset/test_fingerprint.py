@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data import transforms
-from detectron2.layers import ShapeSpec
 from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
 
-from gw_detectron.config import default_config
 from gw_detectron.errors import DataError
 from gw_detectron.workbench.dataset.fingerprint import (
     anchor_shapes,
@@ -39,22 +37,39 @@ CONTENT = {
 }
 
 
-def test_objects_that_can_be_learned_are_counted():
-    found = read_fingerprint(CONTENT)
-    assert found.classes == ["car", "wheel"]
-    assert found.boxes.tolist() == [[10, 20], [10, 10], [4, 9]]  # the second leaves its image
-    assert (found.image.tolist(), found.category.tolist()) == ([0, 0, 1], [1, 1, 0])
-    assert (found.per_image.tolist(), found.per_class.tolist()) == ([2, 1], [1, 2])
-    assert found.images_per_class.tolist() == [1, 1]
-    assert (found.crowds, found.unusable) == (1, 6)
-    assert found.masks == {"polygon": 1, "rle": 1, "none": 1}
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ("classes", ["car", "wheel"]),
+        ("boxes", [[10, 20], [10, 10], [4, 9]]),  # the second leaves its image
+        ("image", [0, 0, 1]),
+        ("category", [1, 1, 0]),
+        ("per_image", [2, 1]),
+        ("per_class", [1, 2]),
+        ("images_per_class", [1, 1]),
+        ("crowds", 1),
+        ("unusable", 6),
+        ("masks", {"polygon": 1, "rle": 1, "none": 1}),
+    ],
+)
+def test_objects_that_can_be_learned_are_counted(field, expected):
+    data = read_fingerprint(CONTENT)
+    value = getattr(data, field)
+    np.testing.assert_array_equal(value, expected)
 
 
 def test_files_of_one_training_are_added_up():
-    other = {**CONTENT, "categories": [{"id": 4, "name": "car"}, {"id": 30, "name": "wheel"}]}
-    other["annotations"] = [{"image_id": 3, "category_id": 30, "bbox": [1, 1, 5, 5]}]
-    found = read_fingerprint(CONTENT, other)
-    assert (found.per_image.tolist(), found.per_class.tolist()) == ([2, 1, 0, 1], [1, 3])
+    wheel = {"image_id": 3, "category_id": 30, "bbox": [1, 1, 5, 5]}
+    other = {
+        "images": CONTENT["images"],
+        "categories": [{"id": 4, "name": "car"}, {"id": 30, "name": "wheel"}],
+        "annotations": [wheel],
+    }
+
+    data = read_fingerprint(CONTENT, other)
+
+    assert data.per_image.tolist() == [2, 1, 0, 1]
+    assert data.per_class.tolist() == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -67,42 +82,54 @@ def test_other_contents_are_refused(content):
 
 @pytest.mark.parametrize("sides", [(40, 1333), (80, 90), (0, 90)])
 def test_boxes_are_resized_as_detectron2_resizes_images(sides):
-    found = read_fingerprint(CONTENT)
-    resize = transforms.ResizeShortestEdge([sides[0]] * 2, sides[1])
-    for box, resized, image in zip(
-        found.boxes, found.resized(*sides), found.image, strict=True
-    ):
-        width, height = found.images[image].astype(int)
-        expected = resize.get_transform(np.zeros((height, width, 3))).apply_coords(box[None])[0]
-        assert resized == pytest.approx(expected, rel=0.02)  # whole pixels
+    shorter, longest = sides
+    data = read_fingerprint(CONTENT)
+    resized = data.resized(shorter, longest)
+    resize = transforms.ResizeShortestEdge([shorter, shorter], longest)
+
+    expected = []
+    for index, box in zip(data.image, data.boxes, strict=True):
+        width, height = data.images[index].astype(int)
+        image = np.zeros((height, width, 3))
+        transform = resize.get_transform(image)
+        expected += list(transform.apply_coords(box[None]))
+
+    # Detectron2 rounds to whole pixels
+    assert resized == pytest.approx(np.array(expected), rel=0.02)
 
 
-@pytest.mark.parametrize("sizes", [[[16], [32, 48]], [[8, 24]]])
-def test_anchors_are_those_of_detectron2(sizes):
-    cfg, strides = default_config(), [4, 16]
-    cfg.MODEL.ANCHOR_GENERATOR.SIZES, cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS = (
-        sizes,
-        [[0.25, 1.0, 2.0]],
-    )
-    levels = list(
-        DefaultAnchorGenerator(
-            cfg, [ShapeSpec(stride=stride) for stride in strides]
-        ).cell_anchors
-    )
-    expected = torch.cat([level[:, 2:] - level[:, :2] for level in levels]).numpy()
-    found = anchor_shapes(sizes, [[0.25, 1.0, 2.0]], strides)
-    assert found[:, :2] == pytest.approx(expected, rel=1e-5)
-    assert found[:, 2].tolist() == [
-        s for s, level in zip(strides, levels, strict=True) for _ in level
-    ]
+@pytest.mark.parametrize(
+    ("sizes", "strides_of_anchors"),
+    [([[16], [32, 48]], [4] * 3 + [16] * 6), ([[8, 24]], [4] * 6 + [16] * 6)],
+)
+def test_anchors_are_those_of_detectron2(sizes, strides_of_anchors):
+    ratios = [[0.25, 1.0, 2.0]]
+    strides = [4, 16]
+    generator = DefaultAnchorGenerator(sizes=sizes, aspect_ratios=ratios, strides=strides)
+    corners = torch.cat(list(generator.cell_anchors)).numpy()
+    lower, upper = np.split(corners, 2, axis=1)
+
+    anchors = anchor_shapes(sizes, ratios, strides)
+
+    shapes, stride = np.split(anchors, [2], axis=1)
+    assert shapes == pytest.approx(upper - lower, rel=1e-5)
+    assert stride[:, 0].tolist() == strides_of_anchors
 
 
-def test_overlap_with_the_most_similar_anchor_at_its_mean_distance():
-    boxes = np.array([[10.0, 10.0], [10.0, 40.0]])
-    assert best_overlaps(boxes, np.array([[20.0, 20.0, 0], [10.0, 20.0, 0]])) == pytest.approx(
-        [0.5, 0.5]
-    )
-    moved = best_overlaps(boxes[:1], np.array([[10.0, 10.0, 8], [20.0, 20.0, 4]]))
-    assert moved == pytest.approx(
-        [64 / 136]
-    )  # 8 x 8 pixels in common; the larger anchor has a quarter
+CENTERED = [[20.0, 20.0, 0], [10.0, 20.0, 0]]
+MOVED = [[10.0, 10.0, 8], [20.0, 20.0, 4]]
+
+
+@pytest.mark.parametrize(
+    ("box", "anchors", "overlap"),
+    [
+        ([10.0, 10.0], CENTERED, 0.5),
+        ([10.0, 40.0], CENTERED, 0.5),
+        # 8 x 8 pixels in common; the larger anchor has a quarter
+        ([10.0, 10.0], MOVED, 64 / 136),
+    ],
+)
+def test_overlap_with_the_most_similar_anchor_at_its_mean_distance(box, anchors, overlap):
+    boxes = np.array([box])
+    overlaps = best_overlaps(boxes, np.array(anchors))
+    assert overlaps == pytest.approx([overlap])

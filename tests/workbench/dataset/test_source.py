@@ -1,4 +1,4 @@
-"""Datasets of a user: read from a yaml, registered with Detectron2, recorded in a run folder, and their classes."""
+"""Datasets of a user: read from a yaml, registered, recorded in a run folder, and their classes."""
 
 import json
 import os
@@ -25,6 +25,8 @@ from gw_detectron.workbench.dataset.source import (
 
 from ...photos import CLASSES, photo_names, write_photos
 
+FILES = {"json": "annotations.json", "images": "photos"}
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -33,7 +35,15 @@ def folder(tmp_path):
 
 
 @pytest.fixture
+def files(folder):
+    """The paths of the annotations and of the folder of images."""
+    return str(folder / "annotations.json"), str(folder / "photos")
+
+
+@pytest.fixture
 def write(folder):
+    """Return a function that writes a yaml, given as its text or content, and returns its path."""
+
     def write(tree):
         path = folder / "datasets.yaml"
         path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree))
@@ -42,27 +52,37 @@ def write(folder):
     return write
 
 
-FILES = {"json": "annotations.json", "images": "photos"}
+def split_of(path, images):
+    """Return a file with a quarter of its images for validation."""
+    dataset = CocoDataset(path, images, 0.25)
+    return CocoDatasets({"table_train": dataset})
 
 
-def test_what_detectron2_reads(write, folder):
+def image_counts():
+    train = DatasetCatalog.get("table_train")
+    val = DatasetCatalog.get("table_val")
+    return len(train), len(val)
+
+
+def test_a_yaml_registers_datasets_for_detectron2(write, folder):
     points = {
         "keypoint_names": ["left", "right", "top"],
         "keypoint_flip_map": [["left", "right"]],
     }
-    found = read_datasets(write({"train": {"table": FILES | points}}))
-    assert found.train["table"].json == str(folder / "annotations.json")
-    register_datasets(found, str(folder / "run"))
+
+    datasets = read_datasets(write({"train": {"table": FILES | points}}))
+    register_datasets(datasets, str(folder / "run"))
+
+    assert datasets.train["table"].json == str(folder / "annotations.json")
     records = DatasetCatalog.get("table")
-    assert len(records) == 12 and os.path.isfile(records[0]["file_name"])
+    assert len(records) == 12
+    assert os.path.isfile(records[0]["file_name"])
+
     metadata = MetadataCatalog.get("table")
     assert metadata.thing_classes == CLASSES
     assert metadata.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
-    assert metadata.keypoint_names == [
-        "left",
-        "right",
-        "top",
-    ] and metadata.keypoint_flip_map == [("left", "right")]
+    assert metadata.keypoint_names == ["left", "right", "top"]
+    assert metadata.keypoint_flip_map == [("left", "right")]
     assert metadata.evaluator_type == "coco"
 
 
@@ -73,19 +93,25 @@ def test_what_detectron2_reads(write, folder):
         (["LeftWing", "Tail", "RightWing"], [("LeftWing", "RightWing")]),
     ],
 )
-def test_keypoints_are_named_by_the_categories(folder, names, flips):
+def test_keypoints_are_named_by_the_categories(folder, files, names, flips):
     path = folder / "annotations.json"
     content = json.loads(path.read_text())
-    content["categories"] = [each | {"keypoints": names} for each in content["categories"]]
+    for category in content["categories"]:
+        category["keypoints"] = names
     path.write_text(json.dumps(content))
-    dataset = CocoDataset(str(path), str(folder / "photos"), 0.25)
-    register_datasets(CocoDatasets({"table_train": dataset}), str(folder / "run"))
+    datasets = split_of(*files)
+
+    register_datasets(datasets, str(folder / "run"))
+
     for name in ("table_train", "table_val"):
         metadata = MetadataCatalog.get(name)
-        assert (metadata.keypoint_names, metadata.keypoint_flip_map) == (names, flips)
+        assert metadata.keypoint_names == names
+        assert metadata.keypoint_flip_map == flips
+
+    # categories that disagree name none
     content["categories"][0]["keypoints"] = names[::-1]
     path.write_text(json.dumps(content))
-    register_datasets(CocoDatasets({"table_train": dataset}), str(folder / "run"))
+    register_datasets(datasets, str(folder / "run"))
     assert MetadataCatalog.get("table_train").get("keypoint_names") is None
 
 
@@ -93,60 +119,80 @@ def test_a_split_has_two_names_and_one_record(write, folder):
     given = read_datasets(write({"train": {"table_train": FILES | {"val_fraction": 0.25}}}))
     run = folder / "run"
     run.mkdir()
-    found = register_datasets(given, str(run))
-    assert list(found.train) == ["table_train"] and list(found.val) == ["table_val"]
-    assert list(run.iterdir()) == []
-    record_datasets(
-        registered_datasets(["table_train"], ["table_val", "coco_2017_val"]), str(run)
-    )
-    first = [len(DatasetCatalog.get(name)) for name in ("table_train", "table_val")]
-    assert sum(first) == 12 and min(first) > 0
 
-    # the run folder alone is enough, elsewhere and when the source has changed
-    (run / "inference").mkdir()
-    record_datasets(registered_datasets([], ["table_val"]), str(run / "inference"), str(run))
+    registered = register_datasets(given, str(run))
+
+    assert list(registered.train) == ["table_train"]
+    assert list(registered.val) == ["table_val"]
+    assert list(run.iterdir()) == []
+    assert sum(image_counts()) == 12
+    assert min(image_counts()) > 0
+
+
+def test_a_run_folder_is_enough_elsewhere_and_when_the_source_has_changed(folder, files):
+    given = split_of(*files)
+    run = folder / "run"
+    (run / "inference").mkdir(parents=True)
+    register_datasets(given, str(run))
+    before = image_counts()
+
+    trained = registered_datasets(["table_train"], ["table_val", "coco_2017_val"])
+    record_datasets(trained, str(run))
+    evaluated = registered_datasets([], ["table_val"])
+    inference = str(run / "inference")
+    record_datasets(evaluated, inference, str(run))
     write_photos(folder, photo_names(12, first=50))
     moved = shutil.move(run, folder / "moved")
+
     again = read_datasets(str(moved / "datasets.yaml"))
-    for found in (again, read_datasets(str(moved / "inference" / "datasets.yaml"))):
-        assert found.val["table_val"].json == str(moved / "datasets" / "table_val.json")
+    val = str(moved / "datasets" / "table_val.json")
+    assert again.val["table_val"].json == val
+    inference = moved / "inference" / "datasets.yaml"
+    assert read_datasets(str(inference)).val["table_val"].json == val
+
     register_datasets(again, "unused")
-    assert [len(DatasetCatalog.get(name)) for name in ("table_train", "table_val")] == first
+    assert image_counts() == before
     assert not os.path.exists("unused")
 
 
-def test_a_file_that_cannot_be_split(folder):
+def test_a_split_does_not_replace_its_source(folder, files):
+    annotations, images = files
     own = folder / "run" / "datasets" / "table_train.json"
     own.parent.mkdir(parents=True)
-    shutil.copy(folder / "annotations.json", own)
-    given = CocoDatasets({"table_train": CocoDataset(str(own), str(folder / "photos"), 0.25)})
-    with pytest.raises(ConfigError, match=r"'table_train'"):
-        register_datasets(given, str(folder / "run"))
-    register_datasets(given, str(folder / "other"))
-    for text in (b"{", b"\x1f\x8b"):
-        own.write_bytes(text)
-        with pytest.raises(DataError, match=rf"'{own}': invalid JSON"):
-            register_datasets(given, str(folder / "other"))
+    shutil.copy(annotations, own)
+    datasets = split_of(str(own), images)
+
+    with pytest.raises(ConfigError, match="'table_train'"):
+        register_datasets(datasets, str(folder / "run"))
+    register_datasets(datasets, str(folder / "other"))
 
 
-@pytest.mark.parametrize(
-    ("train", "val", "words"),
-    [
-        (["coco_2017_train"], [], "'coco_2017_train'"),
-        (["a/b"], [], "'a/b'"),
-        (["split:table_train"], ["table_val"], "'table_val'"),
-    ],
-)
-def test_names_that_cannot_be_registered(folder, train, val, words):
-    def named(names):
-        files = (str(folder / "annotations.json"), str(folder / "photos"))
-        return {
-            name.removeprefix("split:"): CocoDataset(*files, 0.5 * name.startswith("split:"))
-            for name in names
-        }
+@pytest.mark.parametrize("content", [b"{", b"\x1f\x8b"])
+def test_a_file_that_cannot_be_split(folder, files, content):
+    path = folder / "annotations.json"
+    path.write_bytes(content)
+    datasets = split_of(*files)
 
-    with pytest.raises(ConfigError, match=words):
-        register_datasets(CocoDatasets(named(train), named(val)), str(folder))
+    with pytest.raises(DataError, match=f"'{path}'"):
+        register_datasets(datasets, str(folder / "run"))
+
+
+@pytest.mark.parametrize("name", ["coco_2017_train", "a/b"])
+def test_names_that_cannot_be_registered(tmp_path, files, name):
+    datasets = CocoDatasets({name: CocoDataset(*files)})
+    folder = str(tmp_path)
+
+    with pytest.raises(ConfigError, match=f"'{name}'"):
+        register_datasets(datasets, folder)
+
+
+def test_the_validation_of_a_split_needs_a_name_of_its_own(tmp_path, files):
+    datasets = split_of(*files)
+    datasets.val["table_val"] = CocoDataset(*files)
+    folder = str(tmp_path)
+
+    with pytest.raises(ConfigError, match="'table_val'"):
+        register_datasets(datasets, folder)
 
 
 @pytest.mark.parametrize(
@@ -163,38 +209,45 @@ def test_names_that_cannot_be_registered(folder, train, val, words):
     ],
 )
 def test_a_yaml_that_cannot_be_used(write, tree, words):
+    path = write(tree)
+
     with pytest.raises(ConfigError, match=words) as raised:
-        read_datasets(write(tree))
+        read_datasets(path)
+
     assert "datasets.yaml'" in str(raised.value)
 
 
 def test_a_yaml_that_does_not_exist():
-    with pytest.raises(MissingFileError, match=r"--datasets \('none.yaml'\)"):
+    with pytest.raises(MissingFileError, match="none.yaml"):
         read_datasets("none.yaml")
 
 
-# --- the classes of a config ----------------------------------------------------------------------------
+# --- the classes of a config ---
 
 
-def config(train=(), test=()):
+def metadata_of(train, test=(), trained=None):
     cfg = default_config()
-    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = train, test
-    return cfg
+    cfg.DATASETS.TRAIN = train
+    cfg.DATASETS.TEST = test
+    return class_metadata(cfg, trained)
 
 
 def test_the_classes_of_a_registered_dataset():
-    val, train = (
-        config(("coco_2017_train",), ("gw_synthetic_val",)),
-        config(("coco_2017_train",), ("unknown",)),
-    )
-    assert (
-        class_metadata(val).thing_classes[0] == "disk"
-        and 1 in class_metadata(val).thing_dataset_id_to_contiguous_id
-    )
-    assert len(class_metadata(train).thing_classes) == 80
-    assert classes_of(class_metadata(config(("unknown",)))) == {}
-    # of a checkpoint: they decide, and where they are those of the dataset, the dataset has the colors
-    trained = {7: "cup", 2: "fork"}
-    assert classes_of(class_metadata(train, trained)) == trained
-    assert class_metadata(train, classes_of(class_metadata(train))).thing_colors
+    val = metadata_of(("coco_2017_train",), ("gw_synthetic_val",))
+    assert val.thing_classes[0] == "disk"
+    assert 1 in val.thing_dataset_id_to_contiguous_id
+
+    train = metadata_of(("coco_2017_train",), ("unknown",))
+    assert len(train.thing_classes) == 80
+
+    assert classes_of(metadata_of(("unknown",))) == {}
     assert classes_of(Metadata(thing_classes=["a", "b"])) == {0: "a", 1: "b"}
+
+
+def test_the_classes_of_a_checkpoint_decide():
+    coco = ("coco_2017_train",)
+    other = {7: "cup", 2: "fork"}
+    same = classes_of(metadata_of(coco))
+
+    assert classes_of(metadata_of(coco, trained=other)) == other
+    assert metadata_of(coco, trained=same).thing_colors  # which only the dataset has

@@ -15,7 +15,7 @@ from gw_detectron.weights import StartWeights
 from gw_detectron.workbench.run.checks import check_run
 from gw_detectron.workbench.run.evaluation import DenseCOCOEvaluator, build_coco_evaluator
 
-from ..checks.sound_run import config
+from ..sound_run import config
 
 SIGMAS = [0.1, 0.1]
 

@@ -1,4 +1,4 @@
-"""The output folder: one training at a time, metrics after a kill, what a new run deletes and what stays."""
+"""The output folder: one training at a time, metrics after a kill, files of an earlier run."""
 
 import errno
 import fcntl
@@ -44,24 +44,30 @@ def hold(folder):
 
 def test_a_second_training_is_refused_before_it_writes_anything(tmp_path, small_dataset):
     output = tmp_path / "run"
-    with child(
-        training(arguments(output, SOLVER__MAX_ITER=500, SOLVER__STEPS="()")), tmp_path / "log"
-    ) as first:
+    long = training(arguments(output, SOLVER__MAX_ITER=500, SOLVER__STEPS="()"))
+    with child(long, tmp_path / "log") as first:
         assert first.wait_for(STEP)
         config = (output / "config.yaml").read_bytes()
-        with pytest.raises(
-            UserError, match=rf"OUTPUT_DIR \('.*run'\): .*process {first.pid}, since 20"
-        ):
+
+        with pytest.raises(UserError, match=rf"'.*run'.*process {first.pid}, since 20"):
             main(arguments(output, SOLVER__BASE_LR=0.0123))
+
         assert (output / "config.yaml").read_bytes() == config
         assert "0.0123" not in (output / "log.txt").read_text()
         first.send(signal.SIGKILL)
         first.wait()
+
     for _ in range(2):  # a killed run holds no lock, and a finished one neither
         main(arguments(output, "--overwrite", **SHORT))
+
+
+def test_an_evaluation_runs_beside_a_training(tmp_path, small_dataset):
+    output = tmp_path / "run"
+    main(arguments(output, **SHORT))
+
     with child(hold(output), tmp_path / "log") as other:
         assert other.wait_for("locked")
-        assert main(arguments(output, "--eval-only", "--resume"))  # may run beside a training
+        assert main(arguments(output, "--eval-only", "--resume"))
 
 
 def test_a_checkpoint_to_continue_from_is_chosen_under_the_lock(
@@ -69,13 +75,13 @@ def test_a_checkpoint_to_continue_from_is_chosen_under_the_lock(
 ):
     main(arguments(tmp_path, **SHORT))
     opened = []
-    monkeypatch.setattr(
-        start, "open_start_weights", lambda *args, **kwargs: opened.append(args)
-    )
+    monkeypatch.setattr(start, "open_start_weights", lambda *args: opened.append(args))
+
     with child(hold(tmp_path), tmp_path / "log") as other:
         assert other.wait_for("locked")
         with pytest.raises(UserError, match="another training"):
             main(arguments(tmp_path, "--resume", **SHORT))
+
     assert not opened
 
 
@@ -90,49 +96,60 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
 
 def test_metrics_of_a_killed_and_resumed_run_are_in_order(tmp_path):
     path = tmp_path / "metrics.json"
-    assert read_metrics(path) == []
     lines = [
         {"iteration": 1, "AP": 3.0},
         {"iteration": 3, "AP": 2.0, "loss": 2.0},
         {"iteration": 3, "loss": 1.0},
     ]
     path.write_text("\n".join(map(json.dumps, lines)) + '\n{"iteration": 4, "lo')
-    assert read_metrics(path) == [lines[0], {**lines[1], **lines[2]}]
-    path.write_bytes(
-        b'{"time": 1}\n[1]\n{"iteration": 3, "lr": 0.1}\n\xff\xfe\n'
-    )  # of other software
+
+    assert read_metrics(path) == [
+        {"iteration": 1, "AP": 3.0},
+        {"iteration": 3, "AP": 2.0, "loss": 1.0},
+    ]
+
+
+def test_metrics_of_other_software_are_skipped(tmp_path):
+    path = tmp_path / "metrics.json"
+    assert read_metrics(path) == []
+
+    path.write_bytes(b'{"time": 1}\n[1]\n{"iteration": 3, "lr": 0.1}\n\xff\xfe\n')
     assert read_metrics(path) == [{"iteration": 3, "lr": 0.1}]
+
+
+EARLIER = (
+    "config.yaml",
+    "events.out.tfevents.1",
+    "inference/coco_instances_results.json",
+    "inference/config.yaml",
+    "inference_TTA/a",
+    "log.txt",
+    "log.txt.rank1",
+    "metrics.json",
+    "model_0000009.pth",
+    "model_final.pth",
+    "notes.txt",  # of the user
+    "report/report.html",
+    "weights.pth",  # of the user
+)
 
 
 @pytest.fixture
 def earlier(tmp_path):
     """A folder with the files of a run, and files of the user."""
-    files = (
-        "model_final.pth",
-        "model_0000009.pth",
-        "metrics.json",
-        "log.txt",
-        "log.txt.rank1",
-        "config.yaml",
-    )
-    folders = (
-        "inference/coco_instances_results.json",
-        "inference/config.yaml",
-        "inference_TTA/a",
-        "report/report.html",
-    )
-    for name in (*files, *folders, "events.out.tfevents.1", "notes.txt", "weights.pth"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("earlier")
+    for name in EARLIER:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("earlier")
     (tmp_path / "last_checkpoint").write_text("model_final.pth")
     return tmp_path
 
 
 def open_run(cfg, eval_only):
-    start = start_run(cfg, eval_only=eval_only, ignore_preflight=True)
-    with start.lock:
+    run = start_run(cfg, eval_only=eval_only, ignore_preflight=True)
+    with run.lock:
         if not eval_only:
-            start.begin()
+            run.begin()
 
 
 def names(folder):
@@ -140,69 +157,90 @@ def names(folder):
 
 
 def clear(folder, **options):
-    remove_files(stale_output(str(folder), **options))
+    stale = stale_output(str(folder), **options)
+    remove_files(stale)
 
 
 @pytest.mark.parametrize("address", ["{}", "{}?matching_heuristics=True"])
 def test_the_files_of_a_run_are_deleted_and_no_others(earlier, address):
     weights = local_file(address.format(earlier / "model_0000009.pth"))
     before = names(earlier)
+
     stale = stale_output(str(earlier), everything=True, needed=weights)
     assert names(earlier) == before
 
     remove_files(stale)
-    kept = [
+    assert names(earlier) == [
         "config.yaml",
         "log.txt",
+        "log.txt.rank1",
         "metrics.json",
         "model_0000009.pth",
         "notes.txt",
         "weights.pth",
     ]
-    assert names(earlier) == kept
     assert (earlier / "metrics.json").read_text() == ""
 
 
 def test_a_new_run_deletes_the_metrics_and_the_earlier_evaluation(earlier):
     """A report would judge the predictions by the dataset and weights of the earlier run."""
+    inference = earlier / "inference"
     for name in ("mine_coco_format.json", "mine_coco_format.json.lock", "other.json"):
-        (earlier / "inference" / name).touch()
+        (inference / name).touch()
     before = names(earlier)
 
-    clear(earlier, metrics=True, needed=str(earlier / "inference" / "config.yaml"))
+    clear(earlier, metrics=True, needed=str(inference / "config.yaml"))
     assert names(earlier) == before
     assert (earlier / "metrics.json").read_text() == ""
-    assert names(earlier / "inference") == ["config.yaml", "other.json"]
+    assert names(inference) == ["config.yaml", "other.json"]
 
     clear(earlier)
-    assert names(earlier / "inference") == ["other.json"]
-    clear(earlier / "none", everything=True)
-    clear("s3://bucket/run", everything=True)
+    assert names(inference) == ["other.json"]
 
 
-def test_nothing_is_deleted_if_the_run_reads_a_file_that_cannot_stay(earlier):
+@pytest.mark.parametrize("folder", ["none", "s3://bucket/run"])
+def test_a_folder_without_a_run_has_no_stale_files(folder):
+    assert stale_output(folder, everything=True) == []
+
+
+@pytest.mark.parametrize("name", ["model_best.pth", "inference/config.yaml"])
+def test_nothing_is_deleted_if_the_run_reads_a_file_that_cannot_stay(earlier, name):
     """A folder's, or the best weights, which commands would take for the new run's."""
     (earlier / "model_best.pth").touch()
-    before = names(earlier)
-    with pytest.raises(ConfigError, match=r"--overwrite: .*model_best.pth"):
-        stale_output(str(earlier), everything=True, needed=str(earlier / "model_best.pth"))
-    with pytest.raises(ConfigError, match=r"--overwrite: .*inference/config.yaml"):
-        stale_output(
-            str(earlier), everything=True, needed=str(earlier / "inference" / "config.yaml")
-        )
-    assert names(earlier) == before and names(earlier / "inference") == [
-        "coco_instances_results.json",
-        "config.yaml",
-    ]
+    before = sorted(earlier.rglob("*"))
+
+    with pytest.raises(ConfigError, match=f"--overwrite: .*{name}"):
+        stale_output(str(earlier), everything=True, needed=str(earlier / name))
+
+    assert sorted(earlier.rglob("*")) == before
 
 
-@pytest.mark.parametrize("resume", [True, False])
-def test_a_link_to_a_checkpoint_that_was_moved_away(tmp_path, resume):
+def test_a_kill_while_a_run_is_replaced_leaves_no_checkpoint_beside_a_new_config(
+    earlier, small_dataset
+):
+    (earlier / "datasets.yaml").mkdir()  # the record of the datasets cannot be written
+    run = start_run(config_of(arguments(earlier, **SHORT)), overwrite=True)
+
+    with run.lock, pytest.raises(OSError, match="datasets.yaml"):
+        run.begin()
+
+    assert (earlier / "config.yaml").read_text() == "earlier"
+    assert not list(earlier.glob("model_*.pth"))
+    assert not (earlier / "last_checkpoint").exists()
+
+
+def output_errors(folder, resume):
+    report = CheckReport()
+    check_output(str(folder), StartWeights(), report, resume=resume, keeps=True)
+    return report.errors
+
+
+def test_a_link_to_a_checkpoint_that_was_moved_away(tmp_path):
     (tmp_path / "model_final.pth").symlink_to(tmp_path / "gone.pth")
-    check_output(
-        str(tmp_path), StartWeights(), report := CheckReport(), resume=resume, keeps=True
-    )
-    assert resume is any("there is no other checkpoint" in error for error in report.errors)
+
+    assert output_errors(tmp_path, resume=False) == []
+    (error,) = output_errors(tmp_path, resume=True)
+    assert "there is no other checkpoint" in error
 
 
 @pytest.mark.parametrize("name", ["model_best.pth", "model_final.pth", "last_checkpoint"])
@@ -210,10 +248,8 @@ def test_a_run_that_crashed_before_its_first_checkpoint_is_not_mixed_with_anothe
     tmp_path, name
 ):
     (tmp_path / name).touch()
-    check_output(
-        str(tmp_path), StartWeights(), report := CheckReport(), resume=False, keeps=True
-    )
-    assert any("--overwrite" in error for error in report.errors)
+    (error,) = output_errors(tmp_path, resume=False)
+    assert "--overwrite" in error
 
 
 @pytest.mark.parametrize(
@@ -224,58 +260,54 @@ def test_a_run_that_is_refused_while_it_is_built_leaves_the_checkpoints(
     earlier, small_dataset, monkeypatch, late
 ):
     monkeypatch.chdir(earlier)
-    torch.save(
-        {"model": {"backbone.bottom_up.stem.conv1.weight": torch.zeros(64, 3, 7, 7)}}, "w.pth"
-    )
-    before = {
-        path.name: path.read_text()
-        for path in earlier.iterdir()
-        if path.is_file() and path.suffix != ".pth" and path.name != "log.txt"
-    }
+    stem = {"backbone.bottom_up.stem.conv1.weight": torch.zeros(64, 3, 7, 7)}
+    torch.save({"model": stem}, "w.pth")
+    kept = [path for path in earlier.iterdir() if path.is_file() and path.name != "log.txt"]
+    before = [path.read_bytes() for path in kept]
+
     with pytest.raises((ValueError, ImportError)):
         main(arguments(earlier, "--overwrite", **SHORT, **late))
-    assert {name: (earlier / name).read_text() for name in before} == before
+
+    assert [path.read_bytes() for path in kept] == before
     assert (earlier / "log.txt").read_text().startswith("earlier")
-    assert (earlier / "model_final.pth").read_text() == "earlier"
 
 
-@pytest.mark.parametrize("flags", [[], ["--eval-only"]])
-def test_the_config_is_replaced_as_a_whole(tmp_path, small_dataset, flags):
+@pytest.mark.parametrize("eval_only", [False, True])
+def test_the_config_is_replaced_as_a_whole(tmp_path, small_dataset, eval_only):
     """A kill or a full disk must not leave half a config."""
-    path = tmp_path / ("inference/config.yaml" if flags else "config.yaml")
-    cfg = config_of(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.1))
-    open_run(cfg, eval_only=bool(flags))
+    path = tmp_path / ("inference/config.yaml" if eval_only else "config.yaml")
+    first = config_of(arguments(tmp_path, SOLVER__BASE_LR=0.1))
+    second = config_of(arguments(tmp_path, SOLVER__BASE_LR=0.2))
+
+    open_run(first, eval_only)
     os.link(path, tmp_path / "earlier.yaml")
-    cfg = config_of(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.2))
-    open_run(cfg, eval_only=bool(flags))
-    assert (
-        "BASE_LR: 0.1" in (tmp_path / "earlier.yaml").read_text()
-        and "BASE_LR: 0.2" in path.read_text()
-    )
+    open_run(second, eval_only)
+
+    assert "BASE_LR: 0.1" in (tmp_path / "earlier.yaml").read_text()
+    assert "BASE_LR: 0.2" in path.read_text()
 
 
 def test_a_finished_run_is_replaced_only_on_request(tmp_path, one_thread, small_dataset):
     main(arguments(tmp_path, **{**SHORT, "SOLVER__MAX_ITER": 2}))
     checkpoint = (tmp_path / "model_final.pth").read_bytes()
-    with pytest.raises(
-        PreflightError, match=r"checkpoints of an earlier run. Fix: .*--overwrite"
-    ):
+
+    with pytest.raises(PreflightError, match="--overwrite"):
         main(arguments(tmp_path, **SHORT))
     for flag in ("--resume", "--eval-only"):
-        with pytest.raises(ConfigError, match=rf"--overwrite: given together with {flag}"):
+        with pytest.raises(ConfigError, match=f"--overwrite: .*{flag}"):
             main(arguments(tmp_path, "--overwrite", flag, **SHORT))
     assert (tmp_path / "model_final.pth").read_bytes() == checkpoint
+
     again = arguments(tmp_path, "--overwrite", **SHORT)
     again.config_file = str(tmp_path / "config.yaml")  # of the run that is replaced
     main(again)
-    records = [
-        json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()
-    ]
-    assert {record["iteration"] for record in records} == {0}
+    records = read_metrics(tmp_path / "metrics.json")
+    assert [record["iteration"] for record in records] == [0]
     assert not (tmp_path / "model_0000001.pth").exists()
 
 
 def test_an_output_folder_that_is_a_file_is_named(tmp_path, small_dataset):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"OUTPUT_DIR \('.*file'\)"):
-        main(arguments(tmp_path / "file"))
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(UserError, match=rf"OUTPUT_DIR \('{path}'\)"):
+        main(arguments(path))

@@ -1,12 +1,15 @@
-"""A run on a user's own data: flags, yaml, the record in the run folder, and what a refused run says."""
+"""A run on a user's own data: flags, yaml, the record in the run folder, and refused runs."""
 
+import copy
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pycocotools.mask as mask_util
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import register_coco_instances
 
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, PreflightError, UserError
@@ -31,13 +34,6 @@ def forget():
 BUILT_IN = set(DatasetCatalog)
 
 
-def begin(args):
-    """Build a run, and write its record as when the training begins."""
-    trainer = Trainer(config_of(args))
-    trainer._start.begin()
-    trainer._lock.close()
-
-
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
@@ -46,14 +42,18 @@ def photos(tmp_path_factory) -> Path:
     return folder
 
 
+def data_flags(side, annotations, images) -> list[str]:
+    return [f"--{side}-json", str(annotations), f"--{side}-images", str(images)]
+
+
 @pytest.fixture
 def train_flags(photos) -> list[str]:
-    return ["--train-json", f"{photos}/annotations.json", "--train-images", f"{photos}/photos"]
+    return data_flags("train", photos / "annotations.json", photos / "photos")
 
 
 @pytest.fixture
 def val_flags(photos) -> list[str]:
-    return ["--val-json", f"{photos}/val.json", "--val-images", f"{photos}/photos"]
+    return data_flags("val", photos / "val.json", photos / "photos")
 
 
 @pytest.fixture
@@ -61,281 +61,353 @@ def split_flags(train_flags) -> list[str]:
     return [*train_flags, "--val-fraction", "0.3"]
 
 
-def test_the_flags_set_datasets_and_class_count(tmp_path, train_flags, val_flags):
-    cfg = config_of(arguments(tmp_path, *train_flags, *val_flags))
-    assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("custom_train",), ("custom_val",))
-    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3 and cfg.MODEL.RETINANET.NUM_CLASSES == 80
-    assert (
-        len(DatasetCatalog.get("custom_train")) == 12
-        and len(DatasetCatalog.get("custom_val")) == 4
-    )
-    cfg = config_of(
-        arguments(
-            tmp_path,
-            *train_flags,
-            *val_flags,
-            "--dataset",
-            "table",
-            MODEL__META_ARCHITECTURE="RetinaNet",
-        )
-    )
-    assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("table_train",), ("table_val",))
-    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 6 and cfg.MODEL.RETINANET.NUM_CLASSES == 3
-    cfg = config_of(arguments(tmp_path, "--eval-only", *val_flags))
-    assert cfg.DATASETS.TEST == ("custom_val",) and cfg.DATASETS.TRAIN == (
-        "gw_synthetic_train",
-    )
+@pytest.fixture
+def cfg_of(tmp_path):
+    """Return a function that reads the config of a run in ``tmp_path`` with some flags."""
+
+    def read(*flags, **changes):
+        args = arguments(tmp_path, *flags, **changes)
+        return config_of(args)
+
+    return read
+
+
+def read_json(path):
+    text = path.read_text()
+    return json.loads(text)
+
+
+@pytest.fixture
+def content(photos) -> dict:
+    return read_json(photos / "annotations.json")
+
+
+def test_the_flags_set_datasets_and_class_count(cfg_of, train_flags, val_flags):
+    cfg = cfg_of(*train_flags, *val_flags)
+
+    assert cfg.DATASETS.TRAIN == ("custom_train",)
+    assert cfg.DATASETS.TEST == ("custom_val",)
+    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
+    assert cfg.MODEL.RETINANET.NUM_CLASSES == 80
+    assert len(DatasetCatalog.get("custom_train")) == 12
+    assert len(DatasetCatalog.get("custom_val")) == 4
+
+
+def test_the_flags_set_the_class_count_of_the_architecture(cfg_of, train_flags, val_flags):
+    cfg = cfg_of(*train_flags, *val_flags, MODEL__META_ARCHITECTURE="RetinaNet")
+
+    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 6
+    assert cfg.MODEL.RETINANET.NUM_CLASSES == 3
+
+
+def test_an_evaluation_needs_no_dataset_to_train_on(cfg_of, val_flags):
+    cfg = cfg_of("--eval-only", *val_flags)
+
+    assert cfg.DATASETS.TEST == ("custom_val",)
+    assert cfg.DATASETS.TRAIN == ("gw_synthetic_train",)
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
 
 
-def test_what_a_json_lacks_or_needs_is_done_in_the_run(tmp_path, photos, train_flags):
-    """Two of three classes in the validation; run lengths for a config of polygons."""
-    content = json.loads((photos / "annotations.json").read_text())
+def without_a_class(content):
+    """Return a file without the category of its first object."""
     rare = content["annotations"][0]["category_id"]
-    part = {
-        **content,
-        "categories": [each for each in content["categories"] if each["id"] != rare],
-    }
-    part["annotations"] = [
-        each for each in content["annotations"] if each["category_id"] != rare
-    ]
-    (tmp_path / "part.json").write_text(json.dumps(part))
+    categories = [category for category in content["categories"] if category["id"] != rare]
+    annotations = [a for a in content["annotations"] if a["category_id"] != rare]
+    return {**content, "categories": categories, "annotations": annotations}
+
+
+def with_run_lengths(content):
+    """Return a file with RLE in place of polygons, but for five objects."""
+    content = copy.deepcopy(content)
     sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
-    for each in content["annotations"][5:]:
-        each["segmentation"] = mask_util.merge(
-            mask_util.frPyObjects(each["segmentation"], *sizes[each["image_id"]])
-        )
-        each["segmentation"]["counts"] = each["segmentation"]["counts"].decode()
-    (tmp_path / "runs.json").write_text(json.dumps(content))
-    flags = ["--val-json", str(tmp_path / "part.json"), "--val-images", f"{photos}/photos"]
-    cfg = config_of(arguments(tmp_path, *train_flags, *flags))
-    assert cfg.INPUT.MASK_FORMAT == "polygon"
-    args = arguments(
-        tmp_path, "--train-json", str(tmp_path / "runs.json"), *train_flags[2:], *flags
-    )
-    cfg = config_of(args)
-    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3 and cfg.INPUT.MASK_FORMAT == "bitmask"
-    found = check_run(cfg, StartWeights())
-    assert not found.errors and any(
-        "custom_val" in each and "categories: no" in each for each in found.warnings
-    )
-    runs = ["--val-json", str(tmp_path / "runs.json"), "--val-images", f"{photos}/photos"]
-    assert (
-        config_of(arguments(tmp_path, *train_flags, *runs)).INPUT.MASK_FORMAT == "bitmask"
-    )  # for its losses
+    for annotation in content["annotations"][5:]:
+        size = sizes[annotation["image_id"]]
+        mask = mask_util.merge(mask_util.frPyObjects(annotation["segmentation"], *size))
+        mask["counts"] = mask["counts"].decode()
+        annotation["segmentation"] = mask
+    return content
+
+
+@pytest.fixture
+def flags_of(tmp_path, photos):
+    """Return a function that writes a file of photos and returns its flags as ``side``."""
+
+    def flags(side, content):
+        path = tmp_path / f"own_{side}.json"
+        path.write_text(json.dumps(content))
+        return data_flags(side, path, photos / "photos")
+
+    return flags
+
+
+def test_a_validation_without_a_class_gets_it(cfg_of, content, train_flags, flags_of):
+    cfg = cfg_of(*train_flags, *flags_of("val", without_a_class(content)))
+
+    report = check_run(cfg, StartWeights())
+
+    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
+    assert not report.errors
+    assert any("custom_val" in w and "categories: no" in w for w in report.warnings)
+
+
+def test_run_lengths_set_the_mask_format(cfg_of, content, train_flags, val_flags, flags_of):
+    runs = with_run_lengths(content)
+
+    def mask_format(*flags):
+        return cfg_of(*flags).INPUT.MASK_FORMAT
+
+    assert mask_format(*train_flags, *val_flags) == "polygon"
+    assert mask_format(*flags_of("train", runs), *val_flags) == "bitmask"
+    assert mask_format(*train_flags, *flags_of("val", runs)) == "bitmask"  # for its losses
+
+
+def test_replaced_areas_are_told_once_for_each_file(cfg_of, content, flags_of):
+    for annotation in content["annotations"]:
+        annotation["area"] = 0
+    flags = [*flags_of("train", content), *flags_of("val", content)]
+    cfg = cfg_of(*flags)
+
+    report = check_run(cfg, StartWeights())
+
+    assert not report.errors
+    train, val = [warning for warning in report.warnings if "wrong area" in warning]
+    assert "own_train.json" in train
+    assert "own_val.json" in val
+
+
+def test_areas_in_a_dataset_of_detectron2_are_refused(
+    cfg_of, photos, content, train_flags, val_flags, tmp_path
+):
+    """Its evaluation reads the file as it is."""
+    for annotation in content["annotations"]:
+        annotation["area"] = 0
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(content))
+    register_coco_instances("own", {}, str(path), str(photos / "photos"))
+    cfg = cfg_of(*train_flags, *val_flags, DATASETS__TEST="('own',)")
+
+    (error,) = check_run(cfg, StartWeights()).errors
+
+    assert "'own'" in error
+    assert "have an area" in error
 
 
 @pytest.mark.parametrize(
     "wrong", [{"images": [{"id": 1, "file_name": "a.jpg"}]}, {"categories": []}]
 )
 def test_a_damaged_json_is_not_taken_for_a_wrong_class_count(
-    tmp_path, photos, val_flags, wrong
+    cfg_of, content, val_flags, flags_of, wrong
 ):
-    content = json.loads((photos / "annotations.json").read_text())
-    (tmp_path / "wrong.json").write_text(json.dumps(content | wrong))
-    flags = [
-        "--train-json",
-        str(tmp_path / "wrong.json"),
-        "--train-images",
-        f"{photos}/photos",
-        *val_flags,
-    ]
-    cfg = config_of(arguments(tmp_path, *flags))
+    flags = flags_of("train", content | wrong)
+
+    cfg = cfg_of(*flags, *val_flags)
+
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
-    assert not any("NUM_CLASSES" in error for error in check_run(cfg, StartWeights()).errors)
+    errors = check_run(cfg, StartWeights()).errors
+    assert errors
+    assert "NUM_CLASSES" not in " ".join(errors)
 
 
-def test_a_training_needs_a_dataset_to_train_on(tmp_path, photos, val_flags):
+def test_a_training_needs_a_dataset_to_train_on(cfg_of, photos, val_flags):
     """The config's own would be trained on without a word."""
-    (photos / "val_only.yaml").write_text(
-        "val:\n  custom_val: {json: val.json, images: photos}\n"
-    )
-    for flags in (val_flags, ["--datasets", str(photos / "val_only.yaml")]):
+    own = photos / "val_only.yaml"
+    own.write_text("val:\n  custom_val: {json: val.json, images: photos}\n")
+
+    for flags in (val_flags, ["--datasets", str(own)]):
         with pytest.raises(ConfigError, match=rf"^{flags[0]}: .*DATASETS.TRAIN"):
-            config_of(arguments(tmp_path, *flags))
-        config_of(arguments(tmp_path, *flags, DATASETS__TRAIN="('gw_synthetic_train',)"))
+            cfg_of(*flags)
+        cfg_of(*flags, DATASETS__TRAIN="('gw_synthetic_train',)")
 
 
-def test_keys_of_the_command_line_stay(tmp_path, split_flags):
+def test_keys_of_the_command_line_stay(cfg_of, tmp_path, split_flags):
     changes = {"DATASETS__TEST": "('custom_train',)", "MODEL__ROI_HEADS__NUM_CLASSES": 5}
-    args = arguments(tmp_path / "run", *split_flags, **changes)
-    assert config_of(args).DATASETS.TEST == ("custom_train",)
-    args.opts.insert(0, "--")  # which argparse keeps
-    assert config_of(args).DATASETS.TEST == ("custom_train",)
+    output = tmp_path / "run"
+
+    cfg = cfg_of(*split_flags, **changes, OUTPUT_DIR=str(output))
+
+    assert cfg.DATASETS.TEST == ("custom_train",)
     with pytest.raises(PreflightError, match=r"MODEL.ROI_HEADS.NUM_CLASSES \(5\)"):
-        Trainer(config_of(args))
-    assert not (tmp_path / "run").exists()
+        Trainer(cfg)
+    assert not output.exists()
 
 
-def test_flags_and_yaml_are_the_same(tmp_path, photos, train_flags, val_flags):
-    from_flags = config_of(arguments(tmp_path, *train_flags, *val_flags, "--dataset", "table"))
-    (photos / "table.yaml").write_text(
+def test_flags_and_yaml_are_the_same(cfg_of, photos, train_flags, val_flags):
+    own = photos / "table.yaml"
+    own.write_text(
         "train:\n  table_train: {json: annotations.json, images: photos}\n"
         "val:\n  table_val: {json: val.json, images: photos}\n"
     )
-    assert (
-        config_of(arguments(tmp_path, "--datasets", str(photos / "table.yaml"))) == from_flags
-    )
+
+    by_flags = cfg_of(*train_flags, *val_flags, "--dataset", "table")
+    by_yaml = cfg_of("--datasets", str(own))
+
+    assert by_yaml == by_flags
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--val-fraction 0.1", "--train-json"),
-        ("--val-json {1}", "--val-images"),
-        ("--train-json {1} --train-images {0}", "--val-json or --val-fraction"),
-        ("--train-json {1} --train-images {0} --val-fraction 1", r"--val-fraction \(1.0\)"),
-        (
-            "--train-json {1} --train-images {0} --val-fraction 0.1 --dataset coco_2017",
-            "'coco_2017_train'",
-        ),
-        ("--datasets d.yaml --val-fraction 0.1", "--val-fraction"),
-    ],
-)
-def test_flags_that_do_not_fit(tmp_path, photos, flags, named):
-    with pytest.raises(ConfigError, match=named):
-        config_of(
-            arguments(tmp_path, *flags.format(photos / "photos", photos / "val.json").split())
-        )
-
-
-@pytest.mark.parametrize("val", ["split", "file"])
+@pytest.mark.parametrize(("val", "files"), [("split", 1), ("file", 2)])
 def test_a_start_parses_and_measures_each_file_once(
-    tmp_path, split_flags, train_flags, val_flags, monkeypatch, val
+    cfg_of, split_flags, train_flags, val_flags, monkeypatch, val, files
 ):
     parsed = []
+    measured = []
     loads = json.loads
+    read = source.read_fingerprint
 
-    def count(text, *args, **options):
+    def count_parsed(text, *args, **options):
         content = loads(text, *args, **options)
         if isinstance(content, dict) and "annotations" in content:
             parsed.append(content)
         return content
 
-    measured = []
-    read = source.read_fingerprint
-    monkeypatch.setattr(json, "loads", count)  # which json.load calls, too
-    monkeypatch.setattr(source, "read_fingerprint", lambda *c: measured.append(c) or read(*c))
+    def count_measured(*contents):
+        measured.append(contents)
+        return read(*contents)
 
+    monkeypatch.setattr(json, "loads", count_parsed)  # which json.load calls, too
+    monkeypatch.setattr(source, "read_fingerprint", count_measured)
     flags = split_flags if val == "split" else [*train_flags, *val_flags]
-    trainer = Trainer(config_of(arguments(tmp_path, "--auto", *flags, MODEL__MASK_ON=False)))
+
+    trainer = Trainer(cfg_of("--auto", *flags, MODEL__MASK_ON=False))
     with trainer._lock:
         trainer.resume_or_load()
         next(iter(trainer.data_loader))
-    assert len(parsed) == (1 if val == "split" else 2)
+
+    assert len(parsed) == files
     assert len(measured) == 2  # training and validation
 
 
-def test_another_split_is_refused_before_anything_is_written(
-    tmp_path, train_flags, split_flags, capsys
-):
-    begin(arguments(tmp_path, *split_flags, MODEL__MASK_ON=False))
-    part = tmp_path / "datasets" / "custom_train.json"
-    before = part.read_text()
-    larger = [*train_flags, "--val-fraction", "0.6"]
-    config = ["--config-file", f"{tmp_path}/config.yaml"]
-    for given in (["--resume", *larger], ["--eval-only", *config, *larger]):
-        forget()
-        with pytest.raises(ConfigError, match=r"--val-fraction \(0.6\)"):
-            config_of(arguments(tmp_path, *given))
-        assert part.read_text() == before
-
-    copy = str(shutil.copy(part, tmp_path / "copy.json"))
+@pytest.fixture
+def begun(cfg_of, tmp_path, split_flags):
+    """The folder of a run on 70 % of the photos that has begun; its datasets are forgotten."""
+    trainer = Trainer(cfg_of(*split_flags, MODEL__MASK_ON=False))
+    with trainer._lock:
+        trainer._start.begin()
     forget()
-    with pytest.raises(ConfigError, match="was trained on . of the images"):
-        config_of(arguments(tmp_path, "--resume", "--dataset", "other", *larger))
-    for words, path, warnings in (
-        (["--eval-only", *config], str(part), 0),
-        (["--eval-only", *config], copy, 1),
-        (
-            ["--resume", *train_flags],
-            copy,
-            1,
-        ),  # as the first start, whose checks may have warned
-    ):
-        forget()
-        flags = ["--val-json", path, "--val-images", train_flags[3]]
-        config_of(arguments(tmp_path, *words, "--dataset", "other", *flags))
-        assert capsys.readouterr().out.count("was trained on") == warnings
+    return tmp_path
 
-    forget()  # added images are sorted by the same rule
-    write_photos(tmp_path / "more", photo_names(20))
-    flags = [
-        *split_flags,
-        "--train-json",
-        f"{tmp_path}/more/annotations.json",
-        "--train-images",
-        f"{tmp_path}/more",
-    ]
-    config_of(arguments(tmp_path, "--resume", *flags))
-    assert len(DatasetCatalog.get("custom_train")) > len(json.loads(before)["images"])
+
+@pytest.mark.parametrize("continues", ["--resume", "--eval-only"])
+def test_another_split_is_refused_before_anything_is_written(
+    cfg_of, begun, train_flags, continues
+):
+    part = begun / "datasets" / "custom_train.json"
+    before = part.read_text()
+    flags = [continues, "--config-file", f"{begun}/config.yaml", *train_flags]
+
+    with pytest.raises(ConfigError, match=r"--val-fraction \(0.6\)"):
+        cfg_of(*flags, "--val-fraction", "0.6")
+
+    assert part.read_text() == before
+
+
+def test_another_split_under_another_name_is_refused(cfg_of, begun, train_flags):
+    flags = ["--resume", "--dataset", "other", *train_flags, "--val-fraction", "0.6"]
+    with pytest.raises(ConfigError, match=f"'{begun}/config.yaml' was trained on"):
+        cfg_of(*flags)
+
+
+@pytest.fixture
+def evaluate_on(cfg_of, begun, train_flags):
+    """Return a function that reads flags of another validation for the run that has begun."""
+    images = train_flags[3]
+
+    def read(annotations, *flags):
+        flags = [*flags, *data_flags("val", annotations, images), "--dataset", "other"]
+        cfg_of("--config-file", f"{begun}/config.yaml", *flags)
+
+    return read
+
+
+def test_a_validation_on_images_of_the_training_is_a_warning(
+    evaluate_on, begun, train_flags, capsys
+):
+    part = begun / "datasets" / "custom_train.json"
+    copied = shutil.copy(part, begun / "copy.json")
+
+    evaluate_on(part, "--eval-only")  # no accident
+    assert "was trained on" not in capsys.readouterr().out
+
+    evaluate_on(copied, "--eval-only")
+    assert capsys.readouterr().out.count("was trained on") == 1
+
+    evaluate_on(copied, "--resume", *train_flags)  # as the first start, which may have warned
+    assert capsys.readouterr().out.count("was trained on") == 1
+
+
+def test_added_images_are_split_by_the_same_rule(cfg_of, begun):
+    before = read_json(begun / "datasets" / "custom_train.json")
+    more = begun / "more"
+    write_photos(more, photo_names(20))
+    flags = data_flags("train", more / "annotations.json", more)
+
+    cfg_of("--resume", *flags, "--val-fraction", "0.3")
+
+    records = DatasetCatalog.get("custom_train")
+    assert len(records) > len(before["images"])
 
 
 def test_a_run_folder_is_enough_to_evaluate(tmp_path, split_flags, one_thread):
     trained = main(arguments(tmp_path, *split_flags, "--dataset", "table"))
     predictions = tmp_path / "inference" / "coco_instances_results.json"
-    first = predictions.read_text()
+    first = read_json(predictions)
     predictions.unlink()
-    parts = {
-        name: json.loads((tmp_path / "datasets" / f"table_{name}.json").read_text())
-        for name in ("train", "val")
-    }
-    assert sum(len(part["images"]) for part in parts.values()) == 12
-    assert {box["image_id"] for box in json.loads(first)} <= {
-        image["id"] for image in parts["val"]["images"]
-    }
-
     forget()
     args = arguments(tmp_path, "--eval-only")
-    args.config_file, args.opts = (
-        f"{tmp_path}/config.yaml",
-        ["MODEL.WEIGHTS", f"{tmp_path}/model_final.pth"],
-    )
-    assert main(args).keys() == trained.keys() == {"bbox", "segm"}
-    assert json.loads(predictions.read_text()) == json.loads(first) != []
+    args.config_file = f"{tmp_path}/config.yaml"
+    args.opts = ["MODEL.WEIGHTS", f"{tmp_path}/model_final.pth"]
+
+    results = main(args)
+
+    assert results.keys() == trained.keys()
+    assert first
+    assert read_json(predictions) == first
+    val = read_json(tmp_path / "datasets" / "table_val.json")
+    images = {image["id"] for image in val["images"]}
+    assert images.issuperset(box["image_id"] for box in first)
     assert not (tmp_path / "inference" / "datasets").exists()
 
-    forget()  # the folder of the evaluation is one too
+    forget()  # the folder of the evaluation is one, too
     args.config_file = f"{tmp_path}/inference/config.yaml"
     assert config_of(args).DATASETS.TEST == ("table_val",)
-    assert len(DatasetCatalog.get("table_val")) == len(parts["val"]["images"])
+    assert len(DatasetCatalog.get("table_val")) == len(images)
 
 
-def test_an_evaluation_needs_its_own_photos_and_records_its_checkpoint(
-    tmp_path, train_flags, photos, one_thread
-):
-    """The training photos may be elsewhere by then."""
+@pytest.fixture
+def moved_run(tmp_path, train_flags, photos, one_thread):
+    """Flags to evaluate a run whose training photos are gone."""
     moved = tmp_path / "moved"
     shutil.copytree(photos, moved)
-    flags = [*train_flags, "--val-json", f"{moved}/val.json", "--val-images", f"{moved}/photos"]
+    val_flags = data_flags("val", moved / "val.json", moved / "photos")
     run = tmp_path / "run"
-    main(arguments(run, *flags, MODEL__MASK_ON=False))
+    main(arguments(run, *train_flags, *val_flags, MODEL__MASK_ON=False))
+    forget()
+
     record = run / "datasets.yaml"
     record.write_text(record.read_text().replace(f"{photos}/", f"{photos}/gone/"))
-    predictions = run / "inference" / "coco_instances_results.json"
-
-    forget()
     args = arguments(run, "--eval-only", "--resume")
-    args.config_file, args.opts = f"{run}/config.yaml", []
-    main(args)
-    assert (
-        f"{run}/model_final.pth" == read_config(run / "inference" / "config.yaml").MODEL.WEIGHTS
-    )
-    assert predictions.exists()
+    args.config_file = f"{run}/config.yaml"
+    args.opts = []
+    return args
+
+
+def test_an_evaluation_needs_its_own_photos_and_records_its_checkpoint(moved_run, tmp_path):
+    inference = tmp_path / "run" / "inference"
+    main(moved_run)
+    recorded = read_config(inference / "config.yaml").MODEL.WEIGHTS
+    assert recorded == f"{tmp_path}/run/model_final.pth"
+    assert (inference / "coco_instances_results.json").exists()
 
     forget()  # a failed evaluation leaves no predictions that a report would judge
-    image = json.loads((moved / "val.json").read_text())["images"][0]["file_name"]
-    content = (moved / "photos" / image).read_bytes()
-    (moved / "photos" / image).write_bytes(
-        content[: len(content) // 2]
-    )  # its size can still be read
+    moved = tmp_path / "moved"
+    image = read_json(moved / "val.json")["images"][0]
+    photo = moved / "photos" / image["file_name"]
+    os.truncate(photo, photo.stat().st_size // 2)  # its size can still be read
     with pytest.raises(UserError):
-        main(args)
-    assert not predictions.exists()
+        main(moved_run)
+    assert not (inference / "coco_instances_results.json").exists()
 
-    forget()
-    args.eval_only = False
-    with pytest.raises(
-        PreflightError, match=f"'{photos}/gone/annotations.json'.: file not found"
-    ):
-        main(args)
+
+def test_a_resumed_training_needs_its_photos(moved_run, photos):
+    moved_run.eval_only = False
+    with pytest.raises(PreflightError, match=f"'{photos}/gone/annotations.json'"):
+        main(moved_run)

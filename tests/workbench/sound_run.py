@@ -7,7 +7,7 @@ from detectron2.config import CfgNode, get_cfg
 from gw_detectron import add_gw_config
 from gw_detectron.workbench.dataset import CheckReport
 
-from ...tiny_run import CONFIG, OPTS
+from ..tiny_run import CONFIG, OPTS
 
 
 def square(number: int, image: int, category: int) -> dict:
@@ -52,6 +52,6 @@ def config(folder: Path, **changes: object) -> CfgNode:
     return cfg
 
 
-def one(found: CheckReport) -> str:
-    assert len(found.errors) == 1, found.errors
-    return found.errors[0]
+def only_error(report: CheckReport) -> str:
+    assert len(report.errors) == 1, report.errors
+    return report.errors[0]

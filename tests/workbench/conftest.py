@@ -22,15 +22,14 @@ def content() -> dict:
 
 @pytest.fixture
 def coco(tmp_path, content):
-    """Return a function that registers ``content`` as the dataset tiny_coco and returns the JSON path."""
+    """Return a function that registers ``content`` as tiny_coco and returns the JSON path."""
     path = tmp_path / "data" / "tiny.json"
     images = tmp_path / "data" / "images"
     (images / "sub").mkdir(parents=True)
     for image in content["images"]:
         color = (90 * image["id"], 0, 0)
-        Image.new("RGB", (image["width"], image["height"]), color).save(
-            images / image["file_name"]
-        )
+        photo = Image.new("RGB", (image["width"], image["height"]), color)
+        photo.save(images / image["file_name"])
 
     def register(text: str | None = None):
         path.write_text(json.dumps(content) if text is None else text)
@@ -42,18 +41,11 @@ def coco(tmp_path, content):
 
 @pytest.fixture
 def other_coco(coco):
-    """Register the first image of ``content`` as the dataset other_coco, too; return the JSON path."""
+    """Register the first image as the dataset other_coco, too; return the JSON path."""
     path = coco().with_name("other.json")
-    content = coco_content()
-    path.write_text(
-        json.dumps(
-            {
-                **content,
-                "images": content["images"][:1],
-                "annotations": content["annotations"][:1],
-            }
-        )
-    )
+    first = coco_content()
+    del first["images"][1], first["annotations"][1]
+    path.write_text(json.dumps(first))
     register_coco_instances("other_coco", {}, str(path), str(path.parent / "images"))
     return path
 
@@ -63,18 +55,20 @@ def check(tmp_path, coco):
     """Return a function that checks a sound run with some keys changed."""
 
     def run(
-        eval_only: bool = False, resume: bool = False, overwrite: bool = False, **changes
+        eval_only: bool = False,
+        resume: bool = False,
+        overwrite: bool = False,
+        allow_partial: bool = False,
+        **changes,
     ) -> CheckReport:
         if "tiny_coco" not in DatasetCatalog:
             coco()
         cfg = config(tmp_path, **changes)
-        start, report = (
-            open_start_weights(cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR if resume else ""),
-            CheckReport(),
-        )
-        check_output(
-            cfg.OUTPUT_DIR, start, report, resume=resume, keeps=not (eval_only or overwrite)
-        )
-        return check_run(cfg, start, report, eval_only=eval_only)
+        folder = cfg.OUTPUT_DIR
+        start = open_start_weights(cfg.MODEL.WEIGHTS, folder if resume else "")
+        report = CheckReport()
+        keeps = not (eval_only or overwrite)
+        check_output(folder, start, report, resume=resume, keeps=keeps)
+        return check_run(cfg, start, report, eval_only=eval_only, allow_partial=allow_partial)
 
     return run
