@@ -21,7 +21,6 @@ from gw_detectron.weights import GWDetectionCheckpointer
 from gw_detectron.workbench.run import Trainer
 
 from .test_configs import load, tiny_batch
-from .tiny_run import dataset
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LAZY = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.py"))
@@ -152,7 +151,7 @@ def test_the_lazy_row_of_table_4_has_the_optimizer_of_the_yaml(table_4):
 
 
 @pytest.mark.slow
-def test_a_lazy_config_trains_and_is_resumed_with_its_norms(tmp_path):
+def test_a_lazy_config_trains_and_is_resumed_with_its_norms(small_dataset, tmp_path):
     """The steps of Detectron2's lazyconfig_train_net.py."""
     lazy = load_lazy(f"{TABLE_4}.py")
     resnet = lazy.model.backbone.bottom_up
@@ -167,14 +166,13 @@ def test_a_lazy_config_trains_and_is_resumed_with_its_norms(tmp_path):
     data.num_workers = 0
     data.mapper.augmentations[0].short_edge_length = [64]
 
-    with dataset(tmp_path / "data"):
-        first = lazy_trainer(lazy, tmp_path, resume=False)
-        assert first.iter == 0
-        first.train(0, 2)
+    first = lazy_trainer(lazy, tmp_path, resume=False)
+    assert first.iter == 0
+    first.train(0, 2)
 
-        second = lazy_trainer(lazy, tmp_path, resume=True)
-        assert second.iter == 1
-        second.train(2, 4)
+    second = lazy_trainer(lazy, tmp_path, resume=True)
+    assert second.iter == 1
+    second.train(2, 4)
 
     for trainer in (first, second):
         loss, _ = trainer.storage.latest()["total_loss"]

@@ -8,12 +8,11 @@ import sys
 
 import pytest
 import torch
-from gw_detectron.workbench.dataset.synthetic import make_synthetic
 
 from gw_detectron.installation import git_commit, has_detectron2
 from gw_detectron.workbench.commands import doctor
 
-from .tiny_run import DATA, ROOT, environment, words
+from .tiny_run import ROOT, environment, words
 
 #: hides Detectron2; with ``torch_alone`` also every distribution that torch does not require
 HIDE = """
@@ -117,15 +116,10 @@ print("trained", sum("GroupWhitening2d" in type(m).__name__ for m in trainer.mod
 """
 
 
-def test_a_stock_script_trains_with_our_yaml_by_the_environment_module(tmp_path):
-    make_synthetic(tmp_path, DATA)
+def test_a_stock_script_trains_with_our_yaml_by_the_environment_module(shapes, tmp_path):
     (tmp_path / "stock.py").write_text(STOCK)
     flags = words(tmp_path / "output", SOLVER__MAX_ITER=2, SOLVER__STEPS="(1,)")
-    variables = environment(
-        tmp_path / "none",
-        SHAPES=str(tmp_path / "gw_synthetic"),
-        DETECTRON2_ENV_MODULE="gw_detectron.env",
-    )
+    variables = environment(SHAPES=str(shapes), DETECTRON2_ENV_MODULE="gw_detectron.env")
 
     ended = subprocess.run(
         [sys.executable, "stock.py", *flags],
