@@ -18,7 +18,7 @@ from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling.resnet import set_norms
 from gw_detectron.norms import conv_names
 from gw_detectron.weights import Checkpoint, norm_differences
-from gw_detectron.weights.network import Record, norm_record
+from gw_detectron.weights.identifying import NetworkRecord, norm_record
 from gw_detectron.workbench.run import main
 
 from ..test_configs import tiny
@@ -120,9 +120,9 @@ def test_a_wrong_key_is_refused(cfg, value, message):
 def test_checkpoints_record_it():
     """Raw weights and those that are standardized look alike."""
     model = detector("FPN")
-    saved = Checkpoint("", "", model.state_dict(), {}, Record(norm_record(model)))
+    saved = Checkpoint("", "", model.state_dict(), {}, NetworkRecord(norm_record(model)))
     assert not norm_differences(saved, detector("FPN"))
-    assert not norm_differences(replace(saved, record=Record()), detector("FPN")), (
+    assert not norm_differences(replace(saved, record=NetworkRecord()), detector("FPN")), (
         "a checkpoint without a record"
     )
     differences = norm_differences(saved, detector())

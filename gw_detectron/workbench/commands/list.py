@@ -14,7 +14,7 @@ from ...model_zoo import list_configs
 from ...modeling import build_checked_model
 from ...norms import norm_options, norm_table
 from ...ops.solvers import SOLVERS
-from ...weights.network import full_name
+from ...weights.identifying import full_name
 from ..console import new_parser, print_page
 
 

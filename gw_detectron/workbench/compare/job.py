@@ -22,7 +22,7 @@ from detectron2.utils.events import EventStorage
 
 from ...atomic import atomic_write
 from ...errors import NonFiniteError, first_line
-from ...weights.records import software_versions
+from ...weights.recording import software_versions
 from ..console import errors_reported
 from ..run import Trainer, get_parser, main
 from ..run.folder import METRICS, read_metrics

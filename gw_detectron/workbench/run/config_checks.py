@@ -12,7 +12,7 @@ from detectron2.utils import comm
 from torch import nn
 
 from ...errors import ConfigError, PreflightReport, first_line
-from ...weights import StartWeights, trained_classes
+from ...weights import LazyCheckpoint, trained_classes
 from ..dataset.dataset_checks import check_datasets, wrong_evaluator
 from ..dataset.fingerprint import Fingerprint
 from ..images.augmentations import build_augmentations
@@ -30,7 +30,7 @@ _SCORES = dict.fromkeys(("bbox", "segm"), ("AP", "AP50", "AP75", "APs", "APm", "
 
 def preflight(
     cfg: CfgNode,
-    start: StartWeights,
+    start: LazyCheckpoint,
     report: PreflightReport | None = None,
     *,
     eval_only: bool = False,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...errors import ConfigError, FileAccessError, PreflightReport, RunError
-from ...weights import StartWeights
+from ...weights import LazyCheckpoint
 from ...weights.opening import BEST_CHECKPOINT
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def lock_output(folder: str, *, wait: bool = False) -> IO[str]:
 
 def check_output(
     folder: str,
-    start: StartWeights,
+    start: LazyCheckpoint,
     report: PreflightReport,
     *,
     resume: bool | None,

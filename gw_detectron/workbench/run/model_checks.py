@@ -14,9 +14,9 @@ from ...errors import ConfigError, PreflightReport, summarize_names
 from ...layers import FrozenBatchWhitening2d
 from ...modeling.build import NORM_KEYS, build_checked_model, unread_keys
 from ...norms import is_synchronized, norm_spec
-from ...weights import Checkpoint, StartWeights, norm_differences, norm_mismatch
-from ...weights.network import PREPROCESSING, Preprocessing
-from ...weights.records import PREPROCESSING_DIFFERS, config_problems
+from ...weights import Checkpoint, LazyCheckpoint, norm_differences, norm_mismatch
+from ...weights.identifying import PREPROCESSING, Preprocessing
+from ...weights.recording import PREPROCESSING_DIFFERS, check_against_record
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
 _ZOO = r"(^detectron2:/|/detectron2)/(COCO|LVIS|Cityscapes|PascalVOC)[^/]*/"  # detectors
@@ -33,7 +33,7 @@ _PREPROCESSING = {
 
 
 def check_model(
-    cfg: CfgNode, start: StartWeights, report: PreflightReport, *, eval_only: bool
+    cfg: CfgNode, start: LazyCheckpoint, report: PreflightReport, *, eval_only: bool
 ) -> nn.Module | None:
     """Check components, norms and frozen layers; return the model on the meta device, None if it cannot be built."""
     from_scratch, freeze_at, model = not start.address, cfg.MODEL.BACKBONE.FREEZE_AT, None
@@ -107,7 +107,7 @@ def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: PreflightReport) 
 
 def check_start_weights(
     cfg: CfgNode,
-    start: StartWeights,
+    start: LazyCheckpoint,
     model: nn.Module | None,
     report: PreflightReport,
     *,
@@ -128,9 +128,7 @@ def check_start_weights(
             _check_preprocessing(cfg, images, report)
     if weights:
         what = f"{'--resume' if start.resumed else 'MODEL.WEIGHTS'} ('{start.address}')"
-        errors, warnings = config_problems(cfg, weights, what)
-        report.errors += errors
-        report.warnings += warnings
+        check_against_record(cfg, weights, report, what)
     if weights and model is not None:
         if start.resumed:
             _check_resumed(weights, model, report)

@@ -17,7 +17,7 @@ from detectron2.utils.env import seed_all_rng
 from ...atomic import atomic_write
 from ...config import changed_config
 from ...errors import ConfigError, PreflightReport
-from ...weights import StartWeights, open_start_weights
+from ...weights import LazyCheckpoint, open_start_weights
 from ...weights.opening import local_file
 from ..dataset.datasets_yaml import record_datasets
 from ..dataset.source import registered_datasets
@@ -38,7 +38,7 @@ def start_run(
     allow_partial: bool = False,
     ignore_preflight: bool = False,
     own_evaluator: bool = False,
-) -> tuple[StartWeights, contextlib.ExitStack, list[Path]]:
+) -> tuple[LazyCheckpoint, contextlib.ExitStack, list[Path]]:
     """Check a run, and write its log, ``config.yaml`` and ``datasets.yaml``.
 
     If it refuses the run, the folder of an earlier run is unchanged. An evaluation writes to its folder ``inference``,
@@ -85,7 +85,7 @@ def start_run(
         return weights, lock.pop_all(), earlier
 
 
-def _write_record(cfg: CfgNode, weights: StartWeights, *, eval_only: bool) -> None:
+def _write_record(cfg: CfgNode, weights: LazyCheckpoint, *, eval_only: bool) -> None:
     """Set up logging, as Detectron2's ``default_setup``; write ``config.yaml`` and ``datasets.yaml``."""
     rank, folder = (
         comm.get_rank(),
@@ -115,7 +115,7 @@ def _write_record(cfg: CfgNode, weights: StartWeights, *, eval_only: bool) -> No
     )
 
 
-def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int = 0) -> None:
+def check_same_start(model: torch.nn.Module, start: LazyCheckpoint, iteration: int = 0) -> None:
     """Require that all processes start with the same weights: each loads its own file."""
     if comm.get_world_size() == 1:
         return

@@ -35,11 +35,11 @@ from ...config import changed_config
 from ...errors import ConfigError, NonFiniteError
 from ...norms.listing import norm_summary
 from ...weights import (
-    RUN_RECORD,
+    RUN_RECORD_KEY,
     GWDetectionCheckpointer,
+    LazyCheckpoint,
     LoadReport,
     RunRecord,
-    StartWeights,
     load_checkpoint,
     open_start_weights,
 )
@@ -117,7 +117,7 @@ class Trainer(DefaultTrainer):
             loss_left_out := "build_test_loader" in own and cfg.TEST.LOSS
         ):  # computed with the default mapper
             cfg = changed_config(cfg, {"TEST.LOSS": False})
-        self.start: StartWeights | None
+        self.start: LazyCheckpoint | None
         self.start, lock, self._earlier = start_run(
             cfg,
             resume=resume,
@@ -166,7 +166,7 @@ class Trainer(DefaultTrainer):
             MetadataCatalog.get(cfg.DATASETS.TRAIN[0]) if cfg.DATASETS.TRAIN else Metadata()
         )
         self.record = RunRecord(given, cfg.SEED, classes_of(trained_on))
-        self.checkpointer.add_checkpointable(RUN_RECORD, self.record)
+        self.checkpointer.add_checkpointable(RUN_RECORD_KEY, self.record)
         self.start_iter, self.max_iter = 0, cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())
 

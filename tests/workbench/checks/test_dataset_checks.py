@@ -14,7 +14,7 @@ from PIL import ExifTags, Image
 
 from gw_detectron.errors import DataError, MissingPackageError
 from gw_detectron.model_zoo import get_config
-from gw_detectron.weights import RUN_RECORD, RunRecord
+from gw_detectron.weights import RUN_RECORD_KEY, RunRecord
 from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
 
 from .sound_run import coco_content, one
@@ -67,7 +67,7 @@ def test_an_evaluation_on_other_classes_than_the_checkpoint_knows(check, coco, t
         ({1: "cat", 4: "dog"}, True),
         (dict(enumerate(names)), False),
     ):  # ids may differ
-        torch.save({"model": {}, RUN_RECORD: RunRecord("", 1, trained).state_dict()}, path)
+        torch.save({"model": {}, RUN_RECORD_KEY: RunRecord("", 1, trained).state_dict()}, path)
         found = check(
             eval_only=True, MODEL__WEIGHTS=str(path), MODEL__ROI_HEADS__NUM_CLASSES=count
         ).errors

@@ -6,7 +6,7 @@ from detectron2.utils import comm
 
 from gw_detectron.errors import PreflightError, PreflightReport
 from gw_detectron.modeling.build import unread_keys
-from gw_detectron.weights import StartWeights
+from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.workbench.run.config_checks import preflight
 from gw_detectron.workbench.run.train import run_config
 
@@ -26,7 +26,7 @@ def run_of(name, folder, **changes):
 
 
 def errors(cfg):
-    return preflight(cfg, StartWeights()).errors
+    return preflight(cfg, LazyCheckpoint()).errors
 
 
 def test_all_errors_are_raised_together(check):
@@ -201,7 +201,9 @@ def test_test_time_augmentation_that_detectron2_does_not_have(tmp_path, small_da
 @pytest.mark.parametrize("key", ["SOLVER.CHECKPOINT_PERIOD", "SOLVER.ACCUMULATE"])
 def test_a_period_of_0_is_an_error_before_the_run(tmp_path, coco, key):
     coco()
-    (error,) = preflight(config(tmp_path, **{key.replace(".", "__"): 0}), StartWeights()).errors
+    (error,) = preflight(
+        config(tmp_path, **{key.replace(".", "__"): 0}), LazyCheckpoint()
+    ).errors
     assert error.startswith(f"{key} (0): not 1 or more")
 
 
@@ -220,9 +222,9 @@ def test_a_period_of_0_is_an_error_before_the_run(tmp_path, coco, key):
 def test_the_advice_is_followed_and_the_run_starts(tmp_path, coco, mistake, advised):
     coco()
     mistake = {"SOLVER__WARMUP_ITERS": 0, **mistake}
-    (error,) = preflight(config(tmp_path, **mistake), StartWeights()).errors
+    (error,) = preflight(config(tmp_path, **mistake), LazyCheckpoint()).errors
     fix = error.partition(" Fix: ")[2]
     assert all(
         key.replace("__", ".") in error and str(value) in fix for key, value in advised.items()
     ), error
-    assert preflight(config(tmp_path, **{**mistake, **advised}), StartWeights()).errors == []
+    assert preflight(config(tmp_path, **{**mistake, **advised}), LazyCheckpoint()).errors == []

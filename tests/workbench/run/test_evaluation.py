@@ -11,7 +11,7 @@ from detectron2.structures import Boxes, BoxMode, Instances
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from gw_detectron.weights import StartWeights
+from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.workbench.run.config_checks import preflight
 from gw_detectron.workbench.run.evaluation import DenseCOCOEvaluator, build_coco_evaluator
 
@@ -171,7 +171,7 @@ def test_the_best_weights_may_be_those_of_the_added_ap(
         "TEST__DETECTIONS_PER_IMAGE": detections,
     }
     found = preflight(
-        config(tmp_path, TEST__BEST=best, TEST__EVAL_PERIOD=1, **sets), StartWeights()
+        config(tmp_path, TEST__BEST=best, TEST__EVAL_PERIOD=1, **sets), LazyCheckpoint()
     ).errors
     refused = [error for error in found if "TEST.BEST" in error]
     assert bool(refused) == (best not in names) and all(

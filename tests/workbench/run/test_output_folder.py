@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gw_detectron.errors import ConfigError, PreflightError, PreflightReport, UserError
-from gw_detectron.weights import StartWeights
+from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.weights.opening import local_file
 from gw_detectron.workbench.run import folder as output_folder
 from gw_detectron.workbench.run import main, start
@@ -175,7 +175,7 @@ def test_nothing_is_deleted_if_the_run_reads_a_file_that_cannot_stay(earlier):
 def test_a_link_to_a_checkpoint_that_was_moved_away(tmp_path, resume):
     (tmp_path / "model_final.pth").symlink_to(tmp_path / "gone.pth")
     check_output(
-        str(tmp_path), StartWeights(), report := PreflightReport(), resume=resume, keeps=True
+        str(tmp_path), LazyCheckpoint(), report := PreflightReport(), resume=resume, keeps=True
     )
     assert resume is any("there is no other checkpoint" in error for error in report.errors)
 
@@ -186,7 +186,7 @@ def test_a_run_that_crashed_before_its_first_checkpoint_is_not_mixed_with_anothe
 ):
     (tmp_path / name).touch()
     check_output(
-        str(tmp_path), StartWeights(), report := PreflightReport(), resume=False, keeps=True
+        str(tmp_path), LazyCheckpoint(), report := PreflightReport(), resume=False, keeps=True
     )
     assert any("--overwrite" in error for error in report.errors)
 

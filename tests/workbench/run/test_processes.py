@@ -13,7 +13,7 @@ import torch.distributed as dist
 from detectron2.utils import comm
 
 from gw_detectron.errors import ConfigError, NonFiniteError, PreflightError, UserError
-from gw_detectron.weights import StartWeights
+from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.workbench.console import Interrupted, errors_reported
 from gw_detectron.workbench.dataset import make_synthetic
 from gw_detectron.workbench.run import get_parser
@@ -109,11 +109,11 @@ def test_processes_with_other_weights_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(comm, "get_world_size", lambda: 2)
     monkeypatch.setattr(comm, "all_gather", lambda value: [value, value])
     monkeypatch.setattr(comm, "synchronize", lambda: None)
-    check_same_start(model, StartWeights("a.pth"), 3)
+    check_same_start(model, LazyCheckpoint("a.pth"), 3)
     other = lambda value: [value, value if isinstance(value, bool) else (value[0], "other")]  # noqa: E731
     monkeypatch.setattr(comm, "all_gather", other)
     with pytest.raises(SystemExit):
-        check_same_start(model, StartWeights("a.pth"), 3)
+        check_same_start(model, LazyCheckpoint("a.pth"), 3)
     assert (
         "MODEL.WEIGHTS ('a.pth'): the processes start with different weights"
         in capsys.readouterr().err

@@ -10,7 +10,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, PreflightError, UserError
-from gw_detectron.weights import StartWeights
+from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.workbench.run import Trainer, main
 from gw_detectron.workbench.run.config_checks import preflight
 from gw_detectron.workbench.run.train import run_config
@@ -107,7 +107,7 @@ def test_what_a_json_lacks_or_needs_is_done_in_the_run(tmp_path, photos, train_f
     )
     cfg = run_config(args)
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3 and cfg.INPUT.MASK_FORMAT == "bitmask"
-    found = preflight(cfg, StartWeights())
+    found = preflight(cfg, LazyCheckpoint())
     assert not found.errors and any(
         "custom_val" in each and "categories: no" in each for each in found.warnings
     )
@@ -134,7 +134,7 @@ def test_a_damaged_json_is_not_taken_for_a_wrong_class_count(
     ]
     cfg = run_config(arguments(tmp_path, *flags))
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
-    assert not any("NUM_CLASSES" in error for error in preflight(cfg, StartWeights()).errors)
+    assert not any("NUM_CLASSES" in error for error in preflight(cfg, LazyCheckpoint()).errors)
 
 
 def test_a_training_needs_a_dataset_to_train_on(tmp_path, photos, val_flags):
