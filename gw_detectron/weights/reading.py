@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import IO, Any, ClassVar, Literal, NamedTuple
@@ -81,6 +82,8 @@ def _read(file: IO[bytes]) -> FileContent:
     # first: the length of the header may look like the first bytes of another format
     if begin[4:9] == b"\0\0\0\0{":
         return FileContent(safetensors.torch.load(file.read()), "safetensors", size)
+    if begin.startswith(b"PK"):
+        _check_members(file)
     if begin.startswith((b"PK", _LEGACY_TORCH)):
         return FileContent(_load_torch(file), "torch", size)
     if begin.startswith(b"\x80"):
@@ -93,6 +96,17 @@ def _read(file: IO[bytes]) -> FileContent:
         )
     found = "not a file of torch.save, a safetensors file or a pickle" if begin else "empty"
     raise WeightsFileError(f"it is {found}. {_GET_AGAIN}")
+
+
+def _check_members(file: IO[bytes]) -> None:
+    """Compare the checksums of an archive, which torch.load does not."""
+    with zipfile.ZipFile(file) as archive:
+        member = archive.testzip()
+    if member is not None:
+        raise WeightsFileError(
+            f"it is damaged (other checksum than written: {brief(member)}). {_GET_AGAIN}"
+        )
+    file.seek(0)
 
 
 def _load_torch(file: IO[bytes]) -> Any:

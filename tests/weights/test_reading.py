@@ -112,6 +112,19 @@ def test_truncated_at_every_sixteenth(kind, tmp_path):
             read_weights_file(path)
 
 
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_a_changed_byte_of_an_archive(name, tmp_path):
+    tensors = {key: torch.full((100, 10), float(ord(key))) for key in "abc"}
+    path = write("archive", tensors, tmp_path / "weights")
+    data = bytearray(path.read_bytes())
+    data[data.index(tensors[name].numpy().tobytes()) + 2] ^= 1
+    path.write_bytes(data)
+
+    assert torch.load(path)["model"][name][0, 0] != ord(name)  # torch does not see it
+    with pytest.raises(WeightsFileError, match="weights': .*damaged"):
+        read_weights_file(path)
+
+
 class Evil:
     def __init__(self, path):
         self.path = path
