@@ -12,14 +12,14 @@ from detectron2.layers import FrozenBatchNorm2d
 from detectron2.utils.file_io import PathManager
 from torch import Tensor, nn
 
-from ..errors import ConfigError, WeightsError, summarize_names
+from ..errors import ConfigError, WeightsError, WeightsFileError, summarize_names
 from ..modeling import build_checked_model
 from ..modeling.build import NORM_KEYS
 from ..norms import conv_names, norm_rows
 from .comparing import norm_differences, recorded_norms
 from .identifying import NORMS_KEY
 from .opening import Checkpoint, open_checkpoint, open_start_weights
-from .reading import weight_problems
+from .reading import SAVE_AGAIN, weight_problems
 from .recording import NormRecorder
 
 log = logging.getLogger(__name__)
@@ -207,6 +207,7 @@ def load_checkpoint(
         WeightsError: a backbone tensor is missing, or norms differ; also with ``allow_partial``, a
             tensor is not finite, has a negative variance or no floating-point numbers. Nothing is
             loaded.
+        WeightsFileError: the checkpoint has no tensors.
     """
     checkpointer = (
         model if isinstance(model, DetectionCheckpointer) else DetectionCheckpointer(model)
@@ -215,6 +216,10 @@ def load_checkpoint(
     if checkpoint is None:
         return LoadReport(model)
 
+    if not checkpoint.tensors:  # of which Detectron2 could match no name
+        raise WeightsFileError(
+            f"MODEL.WEIGHTS ('{checkpoint.address}'): the file has no tensors. {SAVE_AGAIN}"
+        )
     differences = norm_differences(checkpoint, model)
     if differences:
         error = norm_mismatch(checkpoint.address, differences)

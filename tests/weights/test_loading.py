@@ -355,6 +355,22 @@ def test_a_file_without_tensors_by_name(tmp_path, content):
         open_checkpoint(tmp_path / "a.pth")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"blobs": {}},
+        {"a_momentum": np.ones(1)},
+        {"model": {}, "__author__": "me", "matching_heuristics": True},
+    ],
+)
+def test_a_file_without_tensors(model, tmp_path, content):
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(content, protocol=2))
+    checkpoint = open_checkpoint(tmp_path / "a.pkl")
+    with pytest.raises(WeightsFileError, match="^MODEL.WEIGHTS .*a.pkl.*no tensors"):
+        load_checkpoint(model, checkpoint, allow_partial=True)
+
+
 def test_the_option_of_an_address_asks_for_matching_names(model, r18, tmp_path):
     torch.save({"model": convert(r18, norm="GW").tensors}, tmp_path / "a.pth")
     checkpoint = open_checkpoint(f"{tmp_path / 'a.pth'}?matching_heuristics=True")
