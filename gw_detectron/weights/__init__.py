@@ -1,7 +1,26 @@
-"""Weights and checkpoints: read safely, open, convert, download, load strictly, record."""
+"""Weights and checkpoints, from a file to a trained model.
 
-from .catalog import CATALOG, register_weights
-from .conversion import Conversion, convert, convert_file, load_weights
+The files of this room, in the order of their story:
+
+- ``reading``: read a weight file without running its code.
+- ``identifying``: find the network of its tensors, by its record and by the tensors.
+- ``converting``: rename ImageNet weights from torchvision to Detectron2, and check each tensor.
+- ``fetching``: turn an address into a file, also ``gw://``, which is downloaded and converted.
+- ``opening``: open a checkpoint: a file, an address, or the last one of a run folder.
+- ``comparing``: compare the norms of a checkpoint with a model's.
+- ``recording``: record norms and the run in the checkpoints of a training.
+- ``loading``: load a checkpoint strictly, and report what was loaded.
+- ``describing``: print what a file records.
+
+Three records are in files. :class:`NetworkRecord` is what a weight file records about its network.
+:class:`NormRecorder` and :class:`RunRecord` write during a training: the norms, which a
+NetworkRecord then has, and how the run was made.
+"""
+
+from .comparing import norm_differences
+from .converting import Conversion, convert, convert_file, load_weights
+from .fetching import CATALOG, register_weights
+from .identifying import Architecture, NetworkRecord, Preprocessing, to_torchvision
 from .loading import (
     GWDetectionCheckpointer,
     LoadReport,
@@ -9,37 +28,36 @@ from .loading import (
     load_model,
     norm_mismatch,
 )
-from .network import Architecture, Preprocessing, to_torchvision
 from .opening import (
     Checkpoint,
-    StartWeights,
+    LazyCheckpoint,
     best_checkpoint,
     detector_file,
     open_checkpoint,
     open_start_weights,
 )
 from .reading import read_weights_file
-from .records import (
-    RUN_RECORD,
-    NormRecord,
+from .recording import (
+    RUN_RECORD_KEY,
+    NormRecorder,
     RunRecord,
     check_recorded_config,
-    norm_differences,
     trained_classes,
 )
 
 __all__ = [
     "CATALOG",
-    "RUN_RECORD",
+    "RUN_RECORD_KEY",
     "Architecture",
     "Checkpoint",
     "Conversion",
     "GWDetectionCheckpointer",
+    "LazyCheckpoint",
     "LoadReport",
-    "NormRecord",
+    "NetworkRecord",
+    "NormRecorder",
     "Preprocessing",
     "RunRecord",
-    "StartWeights",
     "best_checkpoint",
     "check_recorded_config",
     "convert",

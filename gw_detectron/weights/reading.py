@@ -6,8 +6,8 @@ import json
 import os
 import pickle
 import re
-import struct
-from collections import OrderedDict
+import zipfile
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import IO, Any, ClassVar, Literal, NamedTuple
 
@@ -20,25 +20,24 @@ from ..errors import FileAccessError, MissingFileError, RefusedFileError, Weight
 
 SAVE_AGAIN = "Fix: save {'model': model.state_dict()} with torch.save, as a .pth file."
 _GET_AGAIN = "Fix: get the file again."
-_LEGACY_TORCH = pickle.dumps(
-    0x1950A86A20F9469CFC6C, protocol=2
-)  # first bytes of torch.save's files before torch 1.6
+#: first bytes of torch.save's files before torch 1.6
+_LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
 
 
-class Contents(NamedTuple):
-    """The content of a weight file."""
+class FileContent(NamedTuple):
+    """Content of a weight file."""
 
     value: Any  # usually nested dicts
-    metadata: Mapping[str, str] = {}  # the header of a safetensors file
     format: Literal["torch", "pickle", "safetensors"] = "torch"
     size: int = 2**63  # bytes of the file
 
 
-def read_weights_file(path: str | os.PathLike[str]) -> Contents:
+def read_weights_file(path: str | os.PathLike[str]) -> FileContent:
     """Read a weight file: ``torch.save``, safetensors, or a pickle of NumPy arrays.
 
-    The content decides about the format. ``torch.load(weights_only=True)`` and an unpickler with an allow-list read
-    tensors, numbers, strings, plain containers and ``argparse.Namespace``; arrays become tensors.
+    The content decides about the format. ``torch.load(weights_only=True)`` and an unpickler with
+    an allow-list read tensors, numbers, strings, plain containers and ``argparse.Namespace``;
+    arrays become tensors.
 
     Raises:
         RefusedFileError: the file names another class or function, which could run code.
@@ -47,27 +46,24 @@ def read_weights_file(path: str | os.PathLike[str]) -> Contents:
         FileAccessError: the file cannot be opened.
     """
     path = os.fspath(path)
-    if not os.path.exists(path):
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would block
+            raise WeightsFileError("it is not a regular file. Fix: give a file.")
+        with open(path, "rb") as file:
+            return _read(file)
+    except FileNotFoundError:
         raise MissingFileError(
             f"'{path}': file not found (cwd: {os.getcwd()}). Fix: give an existing file."
-        )
-    if not os.path.isfile(path):  # opening a pipe would block
-        raise WeightsFileError(
-            f"'{path}': cannot be read: it is not a regular file. Fix: give a file."
-        )
-    try:
-        file = open(path, "rb")  # noqa: SIM115, closed below
-    except OSError as error:
+        ) from None
+    except PermissionError as error:
         raise FileAccessError(
             f"'{path}': cannot be read: {error.strerror}. Fix: get read permission."
         ) from error
-    try:
-        with file:
-            return _read(file)._replace(size=os.fstat(file.fileno()).st_size)
     except RefusedFileError as error:
         raise RefusedFileError(
-            f"'{path}': was not read: {error}. Fix: use another source, preferably a safetensors file. If you trust "
-            "this file, save its tensors by torch.save(model.state_dict(), 'tensors.pth') in a sandbox."
+            f"'{path}': was not read: {error}. Fix: use another source, preferably a safetensors "
+            "file. If you trust this file, save its tensors by torch.save(model.state_dict(), "
+            "'tensors.pth') in a sandbox."
         ) from None
     except WeightsFileError as error:
         raise WeightsFileError(f"'{path}': cannot be read: {error}") from None
@@ -78,48 +74,56 @@ def read_weights_file(path: str | os.PathLike[str]) -> Contents:
         ) from error
 
 
-def _read(file: IO[bytes]) -> Contents:
+def _read(file: IO[bytes]) -> FileContent:
+    size = os.fstat(file.fileno()).st_size
     begin = file.read(len(_LEGACY_TORCH))
     file.seek(0)
-    if (
-        begin[4:9] == b"\0\0\0\0{"
-    ):  # first: the length of the header may look like the first bytes of another format
-        data = file.read()
-        tensors = safetensors.torch.load(data)  # which checks the header
-        header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
-        return Contents(tensors, header.get("__metadata__") or {}, "safetensors")
+
+    # first: the length of the header may look like the first bytes of another format
+    if begin[4:9] == b"\0\0\0\0{":
+        return FileContent(safetensors.torch.load(file.read()), "safetensors", size)
+    if begin.startswith(b"PK"):
+        _check_members(file)
     if begin.startswith((b"PK", _LEGACY_TORCH)):
-        return Contents(_load_torch(file))
-    if begin[:1] == b"\x80":
+        return FileContent(_load_torch(file), "torch", size)
+    if begin.startswith(b"\x80"):
         # latin1 decodes the strings and arrays of Python 2 in old Detectron files
-        return Contents(_Unpickler(file, encoding="latin1").load(), format="pickle")
-    if begin.lstrip()[:1] == b"<":
+        return FileContent(_Unpickler(file, encoding="latin1").load(), "pickle", size)
+
+    if begin.lstrip().startswith(b"<"):
         raise WeightsFileError(
             "it is a web page, so the download failed. Fix: download the file again."
         )
-    found = (
-        "it is not a file of torch.save, a safetensors file or a pickle"
-        if begin
-        else "it is empty"
-    )
-    raise WeightsFileError(f"{found}. {_GET_AGAIN}")
+    found = "not a file of torch.save, a safetensors file or a pickle" if begin else "empty"
+    raise WeightsFileError(f"it is {found}. {_GET_AGAIN}")
+
+
+def _check_members(file: IO[bytes]) -> None:
+    """Compare the checksums of an archive, which torch.load does not."""
+    with zipfile.ZipFile(file) as archive:
+        member = archive.testzip()
+    if member is not None:
+        raise WeightsFileError(
+            f"it is damaged (other checksum than written: {brief(member)}). {_GET_AGAIN}"
+        )
+    file.seek(0)
 
 
 def _load_torch(file: IO[bytes]) -> Any:
     # training scripts save their flags and scores beside the weights
     allowed: list[Any] = [
         argparse.Namespace,
-        *((stand_in, name) for name, stand_in in _NUMPY.items()),
+        *((stand_in, name) for name, stand_in in _ALLOWED.items()),
     ]
     try:
         with torch.serialization.safe_globals(allowed):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if named := re.search(r"GLOBAL (\S+)", str(error)):
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if named:
             raise RefusedFileError(f"it names {named[1]}, which could run code") from None
-        reason = " ".join(str(error.__context__ or error).split())[
-            :200
-        ]  # torch wraps it into its advice
+        cause = error.__context__ or error  # torch wraps it into its advice
+        reason = " ".join(str(cause).split())[:200]
         raise WeightsFileError(
             f"it contains more than tensors and plain values ({reason}). {SAVE_AGAIN}"
         ) from error
@@ -130,12 +134,15 @@ def _load_torch(file: IO[bytes]) -> Any:
 
 
 class _Dtype:
-    """Stand-in for ``numpy.dtype``: numbers only."""
+    """Stand-in for ``numpy.dtype``: numbers only.
+
+    A pickle could set offsets and flags of NumPy's own, by which arrays read other memory.
+    """
 
     def __init__(self, code: str, *options: object) -> None:
         if not isinstance(code, str) or not re.fullmatch(r"[biuf]\d\d?", code):
             raise WeightsFileError(
-                f"it contains an array of {code!r}, which is not a number. {SAVE_AGAIN}"
+                f"it contains an array of {brief(code)}, which is not a number. {SAVE_AGAIN}"
             )
         self.dtype = np.dtype(code)
 
@@ -150,18 +157,22 @@ class _Dtype:
 
 
 class _Array(Tensor):
-    """Stand-in for ``numpy.ndarray``, whose own unpickling reads memory by sizes that a damaged file may set."""
+    """Stand-in for ``numpy.ndarray``: a tensor of exactly the numbers in the file.
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results: plain tensors
+    NumPy's own unpickling allocates the sizes that a damaged file sets, and may leave them
+    uninitialized.
+    """
+
+    # results of its methods are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, *arguments: object) -> "_Array":
         return torch.empty(0).as_subclass(cls)
 
     def __setstate__(self, state: tuple) -> None:
         _, shape, dtype, column_major, data = state
-        self.data = torch.from_numpy(
-            dtype.numbers(data).reshape(shape, order="F" if column_major else "C").copy()
-        )
+        numbers = dtype.numbers(data).reshape(shape, order="F" if column_major else "C")
+        self.data = torch.from_numpy(numbers)
 
 
 def _frombuffer(data: bytes | bytearray, dtype: _Dtype, shape: tuple, order: str) -> _Array:
@@ -170,28 +181,30 @@ def _frombuffer(data: bytes | bytearray, dtype: _Dtype, shape: tuple, order: str
     return array
 
 
-_NUMPY: dict[str, Any] = {"numpy.ndarray": _Array, "numpy.dtype": _Dtype}
-for _core in ("numpy.core", "numpy._core"):
-    _NUMPY[f"{_core}.multiarray._reconstruct"] = _Array
-    _NUMPY[f"{_core}.multiarray.scalar"] = lambda dtype, data: dtype.numbers(data).item()
-    _NUMPY[f"{_core}.numeric._frombuffer"] = _frombuffer
 #: all classes and functions that a pickle of arrays may name
-_ALLOWED: dict[str, Any] = {**_NUMPY, "collections.OrderedDict": OrderedDict}
-_ALLOWED["_codecs.encode"] = lambda text, encoding: text.encode(
-    "latin1"
-)  # protocols below 3 write bytes as a string
+_ALLOWED: dict[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    # protocols below 3 write bytes as a string
+    "_codecs.encode": lambda text, encoding: text.encode("latin1"),
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _Dtype,
+}
+for _core in ("numpy.core", "numpy._core"):  # of NumPy 1 and 2
+    _ALLOWED[f"{_core}.multiarray._reconstruct"] = _Array
+    _ALLOWED[f"{_core}.multiarray.scalar"] = lambda dtype, data: dtype.numbers(data).item()
+    _ALLOWED[f"{_core}.numeric._frombuffer"] = _frombuffer
 
 
-class _Unpickler(
-    pickle._Unpickler
-):  # the C version allocates memory for counts that a damaged file may set
+# the C version allocates memory for counts that a damaged file may set
+class _Unpickler(pickle._Unpickler):
     """Create numeric arrays and plain Python values; refuse everything else."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
-        if (path := f"{module}.{name}") not in _ALLOWED:
+        path = f"{module}.{name}"
+        if path not in _ALLOWED:
             raise RefusedFileError(f"it names {path}, which could run code")
         return _ALLOWED[path]
 
@@ -201,8 +214,9 @@ class _Unpickler(
         )
 
     def load_build(self) -> None:
-        if not isinstance(self.stack[-2], (_Array, _Dtype, OrderedDict)):
-            raise RefusedFileError(f"it changes {self.stack[-2]!r:.99}, which could run code")
+        changed = self.stack[-2]
+        if not isinstance(changed, (_Array, _Dtype, OrderedDict)):
+            raise RefusedFileError(f"it changes {brief(changed)}, which could run code")
         pickle._Unpickler.dispatch[pickle.BUILD[0]](self)  # type: ignore[arg-type]
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -214,30 +228,42 @@ def named_tensors(value: Any, size: int) -> OrderedDict[str, Tensor]:
         raise WeightsFileError(
             f"a {type(value).__name__} instead of a dict of tensors. {SAVE_AGAIN}"
         )
+
     tensors: OrderedDict[str, Tensor] = OrderedDict()
     for name, tensor in value.items():
-        is_tensor = (
-            isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
-        )
-        if not (isinstance(name, str) and is_tensor):
+        is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        if not isinstance(name, str) or not is_dense or tensor.is_meta:
+            kind = type(tensor).__name__
             raise WeightsFileError(
-                f"{name!r:.99} is not a dense tensor ({type(tensor).__name__}). {SAVE_AGAIN}"
+                f"{brief(name)} is not a dense tensor ({kind}). {SAVE_AGAIN}"
             )
-        # torch enlarges a storage that is too small for its tensor: its values would be arbitrary memory
+        # torch enlarges a storage that is too small for its tensor: its values would be
+        # arbitrary memory
         if tensor.numel() * tensor.element_size() > size:
             raise WeightsFileError(
                 f"{name} claims more bytes than the file has ({size}). {_GET_AGAIN}"
             )
         tensors[name] = Tensor.detach(tensor)
-    if isinstance(
-        versions := getattr(value, "_metadata", None), dict
-    ):  # by which modules know their older versions
+
+    versions = getattr(value, "_metadata", None)  # by which modules know their older versions
+    if isinstance(versions, dict):
         tensors._metadata = versions  # type: ignore[attr-defined]
     return tensors
 
 
-def weight_problem(name: str, value: Tensor) -> str:
-    """Return why a tensor cannot be a weight in float32, as in "2 with a negative variance", or ""."""
+def weight_problems(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Return the names of tensors that cannot be weights in float32, by their problem.
+
+    The problem fits after a number, as in "2 with a negative variance".
+    """
+    problems = defaultdict(list)
+    for name, value in tensors.items():
+        problems[_problem(name, value)].append(name)
+    problems.pop("", None)
+    return problems
+
+
+def _problem(name: str, value: Tensor) -> str:
     if not value.is_floating_point():
         return "of wrong type, expected floating-point numbers"
     numbers = value.float()
@@ -246,6 +272,36 @@ def weight_problem(name: str, value: Tensor) -> str:
     if name.endswith(".running_var") and (numbers < 0).any():
         return "with a negative variance"
     return ""
+
+
+def plain_copy(value: Any, limit: int = 10**6) -> Any:
+    """Copy nested values from a file as lists, dicts, text and numbers.
+
+    Containers in a file may hold one another, and one container at many places, so that the
+    ``repr`` of a small file may never end. Objects of other classes become their names.
+
+    Raises:
+        WeightsFileError: the copy would have more characters than the limit, or no end.
+    """
+    encoder = json.JSONEncoder(skipkeys=True, default=lambda item: f"({type(item).__name__})")
+    text = ""
+    try:
+        for part in encoder.iterencode(value):
+            text += part
+            if len(text) > limit:
+                break
+        else:
+            return json.loads(text)
+    except (RecursionError, ValueError):  # a container that holds itself, or 1000 others
+        pass
+    raise WeightsFileError(
+        f"record of the file: more than {limit} characters, or nested without end. {_GET_AGAIN}"
+    )
+
+
+def brief(value: Any) -> str:
+    """Show the beginning of a text from an untrusted file; of other values only the type."""
+    return repr(value[:99]) if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:

@@ -1,1 +1,1 @@
-"""Tests of the weights going in; relative imports share `synthetic.py` between the files of this folder."""
+"""Tests of weights; relative imports share `synthetic.py` between the files."""

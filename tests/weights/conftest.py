@@ -10,6 +10,12 @@ from gw_detectron.weights import register_weights
 
 from .synthetic import authors_norms, authors_state, make_network
 
+SMALL = """
+MODEL.RESNETS.NORM FrozenBN  MODEL.RESNETS.WHITEN_POSITIONS S1-B1  MODEL.BACKBONE.FREEZE_AT 2
+MODEL.FPN.OUT_CHANNELS 16  MODEL.ROI_BOX_HEAD.NUM_CONV 0  MODEL.ROI_BOX_HEAD.FC_DIM 16
+MODEL.MASK_ON False  MODEL.DEVICE cpu
+"""
+
 
 @pytest.fixture(scope="session")
 def r18() -> dict[str, Tensor]:
@@ -30,20 +36,7 @@ def detector_cfg() -> CfgNode:
     """A small Faster R-CNN with FPN on a ResNet-18 with GW at S1-B1."""
     register_weights()
     cfg = read_config("quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml")
-    backbone = {
-        "RESNETS.NORM": "FrozenBN",
-        "RESNETS.WHITEN_POSITIONS": "S1-B1",
-        "BACKBONE.FREEZE_AT": 2,
-    }
-    fpn = {"FPN.NORM": "", "FPN.OUT_CHANNELS": 16}
-    head = {"ROI_BOX_HEAD.NORM": "", "ROI_BOX_HEAD.NUM_CONV": 0, "ROI_BOX_HEAD.FC_DIM": 16}
-    for key, value in {
-        **backbone,
-        **fpn,
-        **head,
-        "MASK_ON": False,
-        "DEVICE": "cpu",
-        "WEIGHTS": "",
-    }.items():
-        cfg.merge_from_list([f"MODEL.{key}", value])
+    cfg.merge_from_list(SMALL.split())
+    cfg.merge_from_list(["MODEL.FPN.NORM", "", "MODEL.ROI_BOX_HEAD.NORM", ""])
+    cfg.MODEL.WEIGHTS = ""
     return cfg

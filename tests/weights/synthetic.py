@@ -1,4 +1,4 @@
-"""Random ImageNet weights in the authors' layout, from torchvision's ResNet: the tests' reference."""
+"""Random ImageNet weights in the authors' layout, from torchvision's ResNet."""
 
 import argparse
 import functools
@@ -117,12 +117,3 @@ def training_checkpoint(state: dict[str, Tensor]) -> dict[str, Any]:
         "mean": np.ones(3, dtype=np.float32),
         "epoch": 99,
     }
-
-
-def stages(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """Return the stage outputs of torchvision's ResNet with Detectron2's names."""
-    outputs = {}
-    x = model.maxpool(model.relu(model.bn1(model.conv1(images))))
-    for index in range(1, 5):
-        outputs[f"res{index + 1}"] = x = getattr(model, f"layer{index}")(x)
-    return outputs

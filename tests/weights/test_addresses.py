@@ -8,7 +8,7 @@ from detectron2.utils.file_io import PathManager
 
 from gw_detectron.errors import RefusedFileError, UserError
 from gw_detectron.weights import open_checkpoint, register_weights
-from gw_detectron.weights.addresses import check_address
+from gw_detectron.weights.fetching import check_address
 from gw_detectron.workbench.dataset.coco_content import read_json
 
 LINE = b"import os\n"  # Python would run it in a .pth file beside its packages

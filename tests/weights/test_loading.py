@@ -1,4 +1,4 @@
-"""Load an opened checkpoint: exactly what was read is loaded, and a missing backbone tensor is an error."""
+"""Load an opened checkpoint: what was read is loaded, and a missing backbone tensor is an error."""
 
 import logging
 import pickle
@@ -24,13 +24,13 @@ from gw_detectron.modeling import gw_resnet
 from gw_detectron.norms import convert_convs
 from gw_detectron.weights import (
     GWDetectionCheckpointer,
+    NormRecorder,
     convert,
     convert_file,
     load_checkpoint,
     open_checkpoint,
     open_start_weights,
 )
-from gw_detectron.weights.records import NormRecord
 
 from .synthetic import make_network
 
@@ -52,73 +52,96 @@ def _converted(state, norm="GW"):
     return {"model": convert(state, norm=norm).tensors, "matching_heuristics": True}
 
 
-def test_whole_backbones_and_detectors(model, r18, detector_cfg, tmp_path):
-    whole = "backbone: 82/82 tensors; FPN and heads are randomly initialized, as expected"
-    assert _load(model, _converted(r18), tmp_path) == whole
+def _convert_to(path, state, norm=None):
+    torch.save(state, path.with_suffix(".pth"))
+    convert_file(path.with_suffix(".pth"), path, norm=norm)
+    return open_checkpoint(path)
+
+
+def _copied(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _assert_unchanged(model, before):
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+WHOLE = "backbone: 82/82 tensors; FPN and heads are randomly initialized, as expected"
+
+
+def test_a_whole_backbone(model, r18, tmp_path):
+    assert _load(model, _converted(r18), tmp_path) == WHOLE
+
+    content = _converted(r18)
+    content["model"] = {name: value.half() for name, value in content["model"].items()}
+    content["model"]["res2.0.conv2.norm.num_batches_tracked"] = torch.tensor(3)
+    assert _load(model, content, tmp_path) == WHOLE
+
+
+def test_a_whole_detector_and_one_of_other_classes(model, tmp_path):
     state = model.state_dict()
     others = sum(not name.startswith("backbone.bottom_up.") for name in state)
     expected = f"backbone: 82/82 tensors; FPN and heads: {others}/{others}"
     assert _load(model, {"model": dict(state)}, tmp_path) == expected
-    state["roi_heads.box_predictor.cls_score.weight"] = torch.ones(3, 16)
-    report = _load(model, {"model": state}, tmp_path)
-    assert report.endswith(
-        f"{others - 1}/{others}, new: roi_heads.box_predictor.cls_score.weight"
-    )
-    halves = {name: value.half() for name, value in _converted(r18)["model"].items()}
-    counter = {"res2.0.conv2.norm.num_batches_tracked": torch.tensor(3)}
-    assert (
-        _load(model, {"model": halves | counter, "matching_heuristics": True}, tmp_path)
-        == whole
-    )
-    detector_cfg.MODEL.BACKBONE.NAME = "build_gw_resnet_backbone"  # without FPN
+
+    name = "roi_heads.box_predictor.cls_score.weight"
+    report = _load(model, {"model": {**state, name: torch.ones(3, 16)}}, tmp_path)
+    assert report.endswith(f"{others - 1}/{others}, new: {name}")
+
+
+def test_a_detector_without_fpn(r18, detector_cfg, tmp_path):
+    detector_cfg.MODEL.BACKBONE.NAME = "build_gw_resnet_backbone"
     detector_cfg.MODEL.RPN.IN_FEATURES = detector_cfg.MODEL.ROI_HEADS.IN_FEATURES = ["res4"]
     detector_cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[32]]
-    assert _load(build_model(detector_cfg), _converted(r18), tmp_path).startswith(
-        "backbone: 82/82 tensors"
-    )
+    report = _load(build_model(detector_cfg), _converted(r18), tmp_path)
+    assert report.startswith("backbone: 82/82 tensors")
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("name", "replacement"),
     [
-        ("res3.0.conv1.norm.weight", lambda value: None),
-        ("res2.0.conv2.norm.running_var", lambda value: None),  # which FrozenBN would fill in
-        (
-            "stem.conv1.norm.weight",
-            lambda value: value.view(1, -1, 1, 1),
-        ),  # Detectron2 only warns
+        ("res3.0.conv1.norm.weight", {}),
+        ("res2.0.conv2.norm.running_var", {}),  # which FrozenBN would fill in
+        # of a wrong shape Detectron2 only warns
+        ("stem.conv1.norm.weight", {"stem.conv1.norm.weight": torch.ones(1, 64, 1, 1)}),
     ],
 )
-def test_a_missing_tensor_is_an_error_unless_allowed(model, r18, tmp_path, name, change):
+def test_a_missing_tensor_is_an_error_unless_allowed(model, r18, tmp_path, name, replacement):
     content = _converted(r18)
-    value = change(content["model"].pop(name))
-    content["model"] |= {} if value is None else {name: value}
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(
-        WeightsError, match=rf"(?s)81/82.*Missing: backbone.bottom_up.{name}.*--allow-partial"
-    ):
+    del content["model"][name]
+    content["model"] |= replacement
+    before = _copied(model)
+
+    with pytest.raises(WeightsError, match=rf"(?s)81/82.*{name}.*--allow-partial"):
         _load(model, content, tmp_path)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    _assert_unchanged(model, before)
     assert "81/82" in _load(model, content, tmp_path, allow_partial=True)
 
 
+def test_a_bias_of_another_network_is_an_error(model, r18, tmp_path):
+    content = _converted(r18)
+    content["model"]["stem.conv1.bias"] = torch.ones(64)
+    with pytest.raises(WeightsError, match="stem.conv1.bias"):
+        _load(model, content, tmp_path)
+
+
 def test_weights_of_other_layers(model, r18, detector_cfg, tmp_path):
-    with pytest.raises(WeightsError, match=r"0/82.*(?s:.)*gw-detectron weights convert"):
+    with pytest.raises(WeightsError, match="(?s)0/82.*weights convert"):
         _load(model, {"model": r18}, tmp_path)
     detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
     with pytest.raises(WeightsError, match="82/100"):
         _load(build_model(detector_cfg), _converted(r18), tmp_path)
-    # without a record, names of tensors prove norms
-    content = _converted(make_network("R-18").state_dict(), norm=None)
-    with pytest.raises(
-        WeightsError,
-        match=r"9 layers differ \(backbone\.bottom_up\.stem\.conv1\.norm BN in the",
-    ):
-        _load(model, content, tmp_path)
-    content = {"conv1_gn_s": torch.ones(64), "conv1_gn_b": torch.zeros(64)}  # Caffe2's
-    with pytest.raises(WeightsError, match=r"20 layers differ .*norm GN in the checkpoint, GW"):
-        _load(model, content, tmp_path)
-    _load(model, content, tmp_path, allow_partial=True)
+
+
+def test_names_of_tensors_prove_norms_without_a_record(model, tmp_path):
+    bn = _converted(make_network("R-18").state_dict(), norm=None)
+    with pytest.raises(WeightsError, match=r"9 layers differ \(.*stem\.conv1\.norm BN in the"):
+        _load(model, bn, tmp_path)
+
+    caffe2 = {"conv1_gn_s": torch.ones(64), "conv1_gn_b": torch.zeros(64)}
+    with pytest.raises(WeightsError, match="20 layers differ .*norm GN in the checkpoint, GW"):
+        _load(model, caffe2, tmp_path)
+    _load(model, caffe2, tmp_path, allow_partial=True)
 
 
 @pytest.mark.parametrize(("kind", "positions"), [("GN", ""), ("GW", "ALL")])
@@ -127,18 +150,15 @@ def test_weights_without_batch_norm_where_the_model_has_it(
 ):
     """FrozenBN would fill in the statistics."""
     state = make_network("R-18", positions, norm="GN" if kind == "GN" else "BN").state_dict()
-    torch.save(state, tmp_path / "a.pth")
-    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", norm=kind)
-    checkpoint = open_checkpoint(str(tmp_path / "a.pkl"))
+    checkpoint = _convert_to(tmp_path / "a.pkl", state, kind)
     detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
     model = build_model(detector_cfg)
-    with pytest.raises(
-        WeightsError, match=rf"20 layers differ \(.*stem.conv1.norm {kind}.*, FrozenBN here"
-    ):
+
+    with pytest.raises(WeightsError, match=rf"20 layers differ \(.*{kind}.*, FrozenBN here"):
         load_checkpoint(model, checkpoint)
     report = load_checkpoint(model, checkpoint, allow_partial=True)
-    assert "trained with other norms: 20 layers differ" in caplog.text
-    assert str(report).startswith("backbone: 60/100 tensors")
+    assert "20 layers differ" in caplog.text
+    assert str(report).startswith("backbone: 60/100 tensors;")
 
 
 def test_a_run_with_other_options_is_refused(r18_file, tmp_path, detector_cfg, caplog):
@@ -147,145 +167,138 @@ def test_a_run_with_other_options_is_refused(r18_file, tmp_path, detector_cfg, c
     detector_cfg.MODEL.RESNETS.WHITEN_NORM = "GW:eps=1e-3"  # may be changed for fine-tuning
     load_checkpoint(build_model(detector_cfg), weights)
     assert "records no norms" not in caplog.text
+
     detector_cfg.MODEL.RESNETS.WHITEN_NORM = "GW:groups=32"
     model = build_model(detector_cfg)
-    with pytest.raises(
-        WeightsError, match=r"9 layers differ \(backbone.bottom_up.stem.conv1.norm GW:groups=64"
-    ):
+    with pytest.raises(WeightsError, match=r"9 layers differ \(.*stem.conv1.norm GW:groups=64"):
         load_checkpoint(model, weights)
     load_checkpoint(model, weights, allow_partial=True)
-    torch.save(
-        {"model": model.state_dict(), "iteration": 9, "optimizer": None, (1, 2): {}},
-        tmp_path / "other.pth",
-    )
-    load_checkpoint(model, open_checkpoint(tmp_path / "other.pth"))
+
+
+@pytest.mark.parametrize("kind", ["training", "bare", "module."])
+def test_a_checkpoint_without_a_record_gives_a_warning(model, tmp_path, caplog, kind):
+    state = model.state_dict()
+    content = {"model": state, "iteration": 9, "optimizer": None, (1, 2): {}}
+    if kind == "bare":
+        content["matching_heuristics"] = True
+        content["model"] = model.backbone.bottom_up.state_dict()
+    elif kind == "module.":  # of DistributedDataParallel
+        content["model"] = {f"module.{name}": state[name] for name in state}
+    _load(model, content, tmp_path)
     assert "records no norms" in caplog.text
-    bare = {
-        name.removeprefix("backbone.bottom_up."): value
-        for name, value in model.state_dict().items()
-    }
-    parallel = {
-        f"module.{name}": value for name, value in model.state_dict().items()
-    }  # as DistributedDataParallel
-    for content in ({"model": parallel}, {"model": bare, "matching_heuristics": True}):
-        caplog.clear()
-        _load(model, content, tmp_path)
-        assert "records no norms" in caplog.text
 
 
 def test_statistics_in_the_fpn_prove_batch_norm(detector_cfg, tmp_path):
     detector_cfg.MODEL.FPN.NORM = "BN"
     state = build_model(detector_cfg).state_dict()
     detector_cfg.MODEL.FPN.NORM = "GW:groups=4"
-    with pytest.raises(
-        WeightsError, match=r"8 layers differ \(backbone.fpn_\w+.norm BN in the checkpoint, GW"
-    ):
+    with pytest.raises(WeightsError, match=r"8 layers differ \(backbone.fpn_\w+.norm BN"):
         _load(build_model(detector_cfg), {"model": state}, tmp_path)
 
 
 def test_converted_weights_may_belong_to_standardized_convolutions(detector_cfg, tmp_path):
     """Such as R-50-GN-WS: the file has the raw values."""
-    torch.save(make_network("R-18", norm="GN").state_dict(), tmp_path / "a.pth")
-    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", norm="GN")
-    detector_cfg.MODEL.RESNETS.NORM, detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = "GN", ""
+    state = make_network("R-18", norm="GN").state_dict()
+    checkpoint = _convert_to(tmp_path / "a.pkl", state, "GN")
+    detector_cfg.MODEL.RESNETS.NORM = "GN"
+    detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
     detector_cfg.MODEL.RESNETS.CONV = "WS"
-    assert not load_checkpoint(
-        build_model(detector_cfg), open_checkpoint(tmp_path / "a.pkl")
-    ).missing
+    assert not load_checkpoint(build_model(detector_cfg), checkpoint).missing
 
 
-def test_no_weights_and_live_batch_norm(detector_cfg, r18_file, tmp_path):
-    detector_cfg.MODEL.RESNETS.NORM = "BN"
-    model = build_model(detector_cfg)
+def test_no_weights(model):
     report = load_checkpoint(model, None)
-    assert report.missing and report.new and not report.unexpected
-    convert_file(r18_file, tmp_path / "a.pkl")
-    report = load_checkpoint(model, open_checkpoint(str(tmp_path / "a.pkl")))
-    assert str(report).startswith("backbone: 82/82 tensors")
-    for start in map(open_start_weights, ("", None)):
-        assert (start.address, start.checkpoint()) == ("", None)
+    assert report.missing
+    assert report.new
+    assert not report.unexpected
+    for start in (open_start_weights(""), open_start_weights(None)):
+        assert start.address == ""
+        assert start.checkpoint() is None
+
+
+def _caffe2_name(name):
+    """Name a tensor of Detectron2's ResNet-18 as Caffe2 does."""
+    name = name.replace("stem.conv1.norm", "res_conv1_bn").replace("stem.conv1", "conv1")
+    name = name.replace(".norm", "_bn")
+    branches = {"conv1": "branch2a", "conv2": "branch2b", "shortcut": "branch1"}
+    for layer, branch in branches.items():
+        name = re.sub(rf"(res\d)\.(\d)\.{layer}", rf"\1_\2_{branch}", name)
+    return name.replace("bn.weight", "bn_s").replace(".weight", "_w").replace(".bias", "_b")
 
 
 def test_detectron2s_own_imagenet_weights_load_whole(detector_cfg, tmp_path):
-    """They have Caffe2's names, statistics in scale and shift, a classifier, and a bias of the first convolution."""
+    """Statistics are in the scale; there is a classifier, and a bias of the first convolution."""
     detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
-    model = build_model(detector_cfg)
+    model, other = build_model(detector_cfg), build_model(detector_cfg)
     arrays = {
         "conv1_b": np.zeros(64, np.float32),
         "fc1000_w": np.zeros((1000, 512), np.float32),
     }
     for name, value in model.backbone.bottom_up.state_dict().items():
-        name = (
-            name.replace("stem.conv1.norm", "res_conv1_bn")
-            .replace("stem.conv1", "conv1")
-            .replace(".norm", "_bn")
-        )
-        for layer, branch in (
-            ("conv1", "branch2a"),
-            ("conv2", "branch2b"),
-            ("shortcut", "branch1"),
-        ):
-            name = re.sub(rf"(res\d)\.(\d)\.{layer}", rf"\1_\2_{branch}", name)
-        name = name.replace("bn.weight", "bn_s").replace(".weight", "_w").replace(".bias", "_b")
         if ".running" not in name:
-            arrays[name] = value.numpy()
+            arrays[_caffe2_name(name)] = value.numpy()
     (tmp_path / "R-18.pkl").write_bytes(pickle.dumps(arrays))
-    other = build_model(detector_cfg)
-    report = load_checkpoint(other, open_checkpoint(str(tmp_path / "R-18.pkl")))
-    assert not report.missing and not report.unexpected
-    assert str(report).startswith(
-        "backbone: 60/100 tensors; 20 FrozenBN without statistics, which fits only Caffe2"
-    )
-    assert torch.equal(
-        other.backbone.bottom_up.res5[1].conv2.weight,
-        model.backbone.bottom_up.res5[1].conv2.weight,
-    )
+
+    report = load_checkpoint(other, open_checkpoint(tmp_path / "R-18.pkl"))
+
+    assert not report.missing
+    assert not report.unexpected
+    assert str(report).startswith("backbone: 60/100 tensors; 20 FrozenBN without statistics")
+    ours, theirs = model.backbone.bottom_up, other.backbone.bottom_up
+    assert torch.equal(theirs.res5[1].conv2.weight, ours.res5[1].conv2.weight)
+
+
+def test_only_caffe2s_files_may_lack_statistics(detector_cfg, tmp_path):
+    detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
+    model = build_model(detector_cfg)
+    state = {
+        name: value for name, value in model.state_dict().items() if ".running" not in name
+    }
+    with pytest.raises(WeightsError, match="(?s)60/100.*running_mean"):
+        _load(model, {"model": state}, tmp_path)
+
+
+def _detectron2_file(kind, source, path):
+    """Write a detector's state in a format that Detectron2 reads."""
+    prefix = "backbone.bottom_up."
+    body = {name.removeprefix(prefix): source[name] for name in source if prefix in name}
+    arrays = {
+        "conv1_w": body["stem.conv1.weight"].numpy(),
+        "res_conv1_bn_s": body["stem.conv1.norm.weight"].numpy(),
+    }
+    contents = {
+        "detectron2": {"model": source, "iteration": 3},
+        "module.": {"model": OrderedDict((f"module.{name}", source[name]) for name in source)},
+        "matching": {"model": body, "matching_heuristics": True},
+        "flat": source,
+        # an ImageNet model of Detectron, and a detector
+        "caffe2.pkl": {**arrays, "conv1_w_momentum": arrays["conv1_w"]},
+        "blobs.pkl": {"blobs": arrays, "cfg": "TRAIN: {}"},
+    }
+    if path.suffix == ".pkl":
+        path.write_bytes(pickle.dumps(contents[kind], protocol=2))
+    else:
+        torch.save(contents[kind], path)
 
 
 @pytest.mark.parametrize(
-    "kind", ["detectron2", "module.", "matching", "caffe2", "blobs", "flat"]
+    "kind", ["detectron2", "module.", "matching", "flat", "caffe2.pkl", "blobs.pkl"]
 )
 def test_every_format_loads_as_detectron2_loads_it(detector_cfg, tmp_path, kind):
     """The oracle is Detectron2's own checkpointer, which reads the file by itself."""
     detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
     source = build_model(detector_cfg).state_dict()
-    body = {
-        name.removeprefix("backbone.bottom_up."): value
-        for name, value in source.items()
-        if "bottom_up" in name
-    }
-    arrays = {
-        "conv1_w": body["stem.conv1.weight"].numpy(),
-        "res_conv1_bn_s": body["stem.conv1.norm.weight"].numpy(),
-    }
-    path = tmp_path / ("a.pkl" if kind in ("caffe2", "blobs") else "a.pth")
-    if kind == "caffe2":  # an ImageNet model of Detectron: a flat dict of arrays
-        path.write_bytes(
-            pickle.dumps({**arrays, "conv1_w_momentum": arrays["conv1_w"]}, protocol=2)
-        )
-    elif kind == "blobs":
-        path.write_bytes(pickle.dumps({"blobs": arrays, "cfg": "TRAIN: {}"}, protocol=2))
-    elif kind == "module.":
-        torch.save(
-            {"model": OrderedDict((f"module.{name}", value) for name, value in source.items())},
-            path,
-        )
-    else:
-        content = {
-            "detectron2": {"model": source, "iteration": 3},
-            "matching": {"model": body, "matching_heuristics": True},
-            "flat": source,
-        }[kind]
-        torch.save(content, path)
+    path = tmp_path / (f"a-{kind}" if kind.endswith(".pkl") else "a.pth")
+    _detectron2_file(kind, source, path)
     ours, theirs = build_model(detector_cfg), build_model(detector_cfg)
     theirs.load_state_dict(ours.state_dict())
+
     DetectionCheckpointer(theirs).load(str(path))
-    load_checkpoint(ours, open_checkpoint(str(path)), allow_partial=True)
-    assert all(
-        torch.equal(value, theirs.state_dict()[name])
-        for name, value in ours.state_dict().items()
-    )
-    assert torch.equal(ours.backbone.bottom_up.stem.conv1.weight, body["stem.conv1.weight"])
+    load_checkpoint(ours, open_checkpoint(path), allow_partial=True)
+
+    _assert_unchanged(ours, theirs.state_dict())
+    name = "backbone.bottom_up.stem.conv1.weight"
+    assert torch.equal(ours.state_dict()[name], source[name])
 
 
 def with_value(bad):
@@ -296,54 +309,40 @@ def with_value(bad):
     ("names", "change", "problem"),
     [
         *(
-            (
-                ["stem.conv1.norm.bias", "res2.0.conv1.weight"],
-                with_value(bad),
-                "with .* infinite",
-            )
+            (["stem.conv1.norm.bias", "res2.0.conv1.weight"], with_value(bad), "infinite")
             for bad in NOT_FINITE
         ),
-        (["res2.0.conv2.norm.running_var"], lambda value: -value, "with a negative variance"),
-        (["res2.0.conv1.weight"], lambda value: value.to(torch.int8), "of wrong type"),
+        (["res2.0.conv2.norm.running_var"], lambda value: -value, "negative"),
+        (["res2.0.conv1.weight"], lambda value: value.to(torch.int8), "type"),
     ],
 )
 def test_values_and_types_that_conversion_refuses(model, r18, tmp_path, names, change, problem):
     content = _converted(r18)
-    content["model"] |= {name: change(content["model"][name]) for name in names}
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for name in names:
+        content["model"][name] = change(content["model"][name])
+    before = _copied(model)
+
     for allow_partial in (False, True):
-        with pytest.raises(
-            WeightsError,
-            match=rf"{len(names)} tensors {problem}.* \(.*{names[-1]}.*\). Fix: give an",
-        ):
+        with pytest.raises(WeightsError, match=rf"{len(names)} .*{problem}.*{names[-1]}"):
             _load(model, content, tmp_path, allow_partial=allow_partial)
-    assert all(
-        torch.equal(value, before[name]) for name, value in model.state_dict().items()
-    )  # nothing was loaded
+    _assert_unchanged(model, before)
 
 
 @pytest.mark.parametrize(
-    ("address", "error", "message"),
+    ("address", "error"),
     [
-        (
-            "nowhere.pth",
-            MissingFileError,
-            r"^MODEL.WEIGHTS: file not found: 'nowhere.pth' \(cwd: .*\). Fix: ",
-        ),
-        ("catalog://nope", FileAccessError, "^MODEL.WEIGHTS: cannot fetch 'catalog://nope'"),
-        (
-            "http://127.0.0.1:9/b.pth",
-            FileAccessError,
-            "^MODEL.WEIGHTS: cannot fetch 'http://127.0.0.1:9/b.pth'",
-        ),
-        ("{path}?x.pkl", ConfigError, r"unknown option. Fix: leave out '\?x.pkl'"),
+        ("nowhere.pth", MissingFileError),
+        ("catalog://nope", FileAccessError),
+        ("http://127.0.0.1:9/b.pth", FileAccessError),
+        ("{folder}/a.pth?x.pkl", ConfigError),
     ],
 )
-def test_addresses_that_cannot_be_opened(tmp_path, monkeypatch, address, error, message):
+def test_addresses_that_cannot_be_opened(tmp_path, monkeypatch, address, error):
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
     torch.save({"model": {}}, tmp_path / "a.pth")
-    with pytest.raises(error, match=message):
-        open_checkpoint(address.format(path=tmp_path / "a.pth"))
+    address = address.format(folder=tmp_path)
+    with pytest.raises(error, match=f"^MODEL.WEIGHTS.*{re.escape(address)}"):
+        open_checkpoint(address)
 
 
 @pytest.mark.parametrize(
@@ -352,11 +351,24 @@ def test_addresses_that_cannot_be_opened(tmp_path, monkeypatch, address, error, 
 )
 def test_a_file_without_tensors_by_name(tmp_path, content):
     torch.save(content, tmp_path / "a.pth")
-    with pytest.raises(
-        WeightsFileError,
-        match="^MODEL.WEIGHTS: .*a.pth' ?.*(instead of a dict|is not a dense tensor)",
-    ):
-        open_checkpoint(str(tmp_path / "a.pth"))
+    with pytest.raises(WeightsFileError, match="^MODEL.WEIGHTS: .*a.pth'"):
+        open_checkpoint(tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"blobs": {}},
+        {"a_momentum": np.ones(1)},
+        {"model": {}, "__author__": "me", "matching_heuristics": True},
+    ],
+)
+def test_a_file_without_tensors(model, tmp_path, content):
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(content, protocol=2))
+    checkpoint = open_checkpoint(tmp_path / "a.pkl")
+    with pytest.raises(WeightsFileError, match="^MODEL.WEIGHTS .*a.pkl.*no tensors"):
+        load_checkpoint(model, checkpoint, allow_partial=True)
 
 
 def test_the_option_of_an_address_asks_for_matching_names(model, r18, tmp_path):
@@ -364,6 +376,7 @@ def test_the_option_of_an_address_asks_for_matching_names(model, r18, tmp_path):
     checkpoint = open_checkpoint(f"{tmp_path / 'a.pth'}?matching_heuristics=True")
     other = open_checkpoint(tmp_path / "a.pth")
     assert other.address == str(tmp_path / "a.pth")
+
     (tmp_path / "a.pth").unlink()  # what was read is what is loaded
     for _ in range(2):  # loading does not use it up
         assert str(load_checkpoint(model, checkpoint)).startswith("backbone: 82/82")
@@ -377,37 +390,31 @@ def test_the_option_of_an_address_asks_for_matching_names(model, r18, tmp_path):
 
 def detector(depth: int = 18, **options) -> nn.Module:
     torch.manual_seed(0)
-    return nn.ModuleDict(
-        {
-            "backbone": gw_resnet(depth, freeze_at=0, norm="BN", **options),
-            "head": nn.Linear(2, 2),
-        }
-    )
+    backbone = gw_resnet(depth, freeze_at=0, norm="BN", **options)
+    return nn.ModuleDict({"backbone": backbone, "head": nn.Linear(2, 2)})
 
 
-def test_norms_are_recorded_and_training_goes_on(tmp_path, caplog):
-    model = detector()
+def test_training_goes_on(tmp_path, caplog):
+    model, other = detector(), detector()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     sum(p.sum() for p in model.parameters()).backward()
     optimizer.step()
-    GWDetectionCheckpointer(model, str(tmp_path), optimizer=optimizer).save(
-        "model", iteration=7
-    )
-    other = detector()
+    checkpointer = GWDetectionCheckpointer(model, str(tmp_path), optimizer=optimizer)
+    checkpointer.save("model", iteration=7)
+
     restored = torch.optim.SGD(other.parameters(), 0.2)
     checkpointer = GWDetectionCheckpointer(other, str(tmp_path), optimizer=restored)
     with caplog.at_level(logging.INFO, logger="gw_detectron"):
         rest = checkpointer.resume_or_load("", resume=True)
-    assert rest["iteration"] == 7 and restored.param_groups[0]["lr"] == 0.1
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
-    )
+
+    assert rest["iteration"] == 7
+    assert restored.param_groups[0]["lr"] == 0.1
+    _assert_unchanged(other, model.state_dict())
     assert "backbone: " in caplog.text
-    fresh = torch.optim.SGD(other.parameters(), 0.2)
-    GWDetectionCheckpointer(other, optimizer=fresh).resume_or_load(
-        str(tmp_path / "model.pth"), resume=False
-    )
-    assert fresh.param_groups[0]["lr"] == 0.2
+
+    restored.param_groups[0]["lr"] = 0.2
+    checkpointer.resume_or_load(f"{tmp_path}/model.pth", resume=False)  # a new training
+    assert restored.param_groups[0]["lr"] == 0.2
 
 
 def test_other_norms_are_refused_where_names_fit_by_their_end(tmp_path):
@@ -415,10 +422,9 @@ def test_other_norms_are_refused_where_names_fit_by_their_end(tmp_path):
     backbone = detector(whiten_norm="GW")["backbone"]
     GWDetectionCheckpointer(backbone, str(tmp_path)).save("model")
     path = f"{tmp_path}/model.pth?matching_heuristics=True"
-    with pytest.raises(
-        WeightsError, match="backbone.stem.conv1.norm GW.*, GN:groups=64.* here"
-    ):
+    with pytest.raises(WeightsError, match="backbone.stem.conv1.norm GW.*, GN:groups=64"):
         GWDetectionCheckpointer(detector(whiten_norm="GN:groups=64")).load(path)
+
     same = detector(whiten_norm="GW")
     GWDetectionCheckpointer(same).load(path)
     assert torch.equal(same["backbone"].stem.conv1.weight, backbone.stem.conv1.weight)
@@ -426,56 +432,55 @@ def test_other_norms_are_refused_where_names_fit_by_their_end(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_a_record_is_found_under_the_names_of_a_parallel_model(tmp_path, caplog, prefix):
-    """And is no proof if its names are others."""
     model = detector(whiten_norm="GN:groups=64")
-    record = NormRecord(model).state_dict()
-    assert NormRecord(nn.DataParallel(model)).state_dict() == record
-    content = {
-        "model": {f"{prefix}{name}": value for name, value in model.state_dict().items()}
-    }
-    recorded = {"norms": {f"module.{name}": spec for name, spec in record.items()}}
-    with pytest.raises(
-        WeightsError, match="9 layers differ .*backbone.stem.conv1.norm GN:groups=64.*, GW"
-    ):
-        _load(detector(whiten_norm="GW"), content | recorded, tmp_path)
-    _load(detector(whiten_norm="GN:groups=64"), content | recorded, tmp_path)
+    record = NormRecorder(nn.DataParallel(model)).state_dict()
+    assert record == NormRecorder(model).state_dict()
+    state = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
+    content = {"model": state, "norms": {f"module.{name}": record[name] for name in record}}
+
+    with pytest.raises(WeightsError, match="9 layers differ .*conv1.norm GN:groups=64.*, GW"):
+        _load(detector(whiten_norm="GW"), content, tmp_path)
+    _load(detector(whiten_norm="GN:groups=64"), content, tmp_path)
     assert "records no norms" not in caplog.text
-    for norms in ({}, {f"other.{name}": spec for name, spec in record.items()}):
-        caplog.clear()
-        _load(detector(whiten_norm="GW"), content | {"norms": norms}, tmp_path)
-        assert "records no norms of 9 layers (backbone.stem.conv1.norm" in caplog.text
 
 
-def test_weights_without_a_record_may_lack_weight_standardization(tmp_path, caplog):
+@pytest.mark.parametrize("norms", [{}, {"other.stem.conv1.norm": "GN"}])
+def test_a_record_of_other_layers_is_no_proof(tmp_path, caplog, norms):
+    model = detector(whiten_norm="GW")
+    _load(model, {"model": model.state_dict(), "norms": norms}, tmp_path)
+    assert "records no norms of 9 layers (backbone.stem.conv1.norm" in caplog.text
+
+
+@pytest.mark.parametrize(("conv", "is_unclear"), [("", False), ("WS", True)])
+def test_weights_without_a_record_may_lack_weight_standardization(
+    tmp_path, caplog, conv, is_unclear
+):
     model = detector(whiten_positions="")
-    for conv in ("", "WS"):
-        convert_convs(model, conv)
-        _load(model, {"model": model.state_dict()}, tmp_path)
-        assert ("records no norms of 20 layers (backbone.stem.conv1" in caplog.text) == (
-            conv == "WS"
-        )
+    convert_convs(model, conv)
+    _load(model, {"model": model.state_dict()}, tmp_path)
+    text = "records no norms of 20 layers (backbone.stem.conv1"
+    assert (text in caplog.text) == is_unclear
 
 
 def test_standardized_heads_need_no_counterpart(tmp_path):
     """A box head of Faster R-CNN starts a Mask R-CNN, with Weight Standardization in both."""
 
-    def with_heads(*heads: str, conv: str = "WS") -> nn.Module:
-        model = nn.ModuleDict(
-            {**detector(), **{head: nn.Sequential(nn.Conv2d(2, 2, 3)) for head in heads}}
-        )
+    def checkpointer(*heads: str, conv: str = "WS") -> GWDetectionCheckpointer:
+        model = detector()
         for head in heads:
+            model[head] = nn.Sequential(nn.Conv2d(2, 2, 3))
             convert_convs(model[head], conv)
-        return model
+        return GWDetectionCheckpointer(model, str(tmp_path))
 
-    GWDetectionCheckpointer(with_heads("box", "mask"), str(tmp_path)).save("both")
-    GWDetectionCheckpointer(with_heads("box"), str(tmp_path)).save("box")
-    GWDetectionCheckpointer(with_heads("box")).load(f"{tmp_path}/both.pth")
-    GWDetectionCheckpointer(with_heads("box", "mask")).load(f"{tmp_path}/box.pth")
-    with pytest.raises(WeightsError, match=r"box.0 WS in the checkpoint only"):
-        GWDetectionCheckpointer(with_heads("box", conv="")).load(f"{tmp_path}/both.pth")
+    checkpointer("box", "mask").save("both")
+    checkpointer("box").save("box")
+    checkpointer("box").load(f"{tmp_path}/both.pth")
+    checkpointer("box", "mask").load(f"{tmp_path}/box.pth")
+    with pytest.raises(WeightsError, match="box.0 WS in the checkpoint"):
+        checkpointer("box", conv="").load(f"{tmp_path}/both.pth")
 
 
-def test_no_weights_and_unsafe_files(tmp_path):
+def test_no_address_and_unsafe_files(tmp_path):
     assert GWDetectionCheckpointer(detector()).load("") == {}
     torch.save({"model": detector()}, tmp_path / "code.pth")
     with pytest.raises(RefusedFileError, match="checkpoint"):

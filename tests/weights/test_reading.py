@@ -39,37 +39,43 @@ def write(kind, tensors, path):
 
 def tensors_of(path):
     """Read a file as a checkpoint's reader does."""
-    contents = read_weights_file(path)
-    value = contents.value
-    return named_tensors(
-        value["model"] if isinstance(value, dict) and "model" in value else value, contents.size
-    )
+    content = read_weights_file(path)
+    value = content.value
+    if isinstance(value, dict) and "model" in value:
+        value = value["model"]
+    return named_tensors(value, content.size)
 
 
 @pytest.mark.parametrize("name", ["weights", "a.pkl", "a.pth", "a.bin"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_reads_every_kind_whatever_the_name(kind, name, tmp_path):
-    contents = read_weights_file(write(kind, TENSORS, tmp_path / name))
-    assert contents.format == {"archive": "torch", "legacy": "torch"}.get(kind, kind)
-    found = tensors_of(tmp_path / name)
-    assert found.keys() == TENSORS.keys()
-    assert all(
-        type(found[name]) is torch.Tensor and torch.equal(found[name], TENSORS[name])
-        for name in TENSORS
-    )
+    path = write(kind, TENSORS, tmp_path / name)
+
+    content = read_weights_file(path)
+    tensors = tensors_of(path)
+
+    assert content.format == {"archive": "torch", "legacy": "torch"}.get(kind, kind)
+    assert tensors.keys() == TENSORS.keys()
+    for key, expected in TENSORS.items():
+        assert type(tensors[key]) is torch.Tensor
+        assert torch.equal(tensors[key], expected)
 
 
 @pytest.mark.parametrize("core", [b"numpy._core.multiarray\n", b"numpy.core.multiarray\n"])
 @pytest.mark.parametrize("new_format", [True, False])
 def test_reads_what_training_scripts_keep_beside_the_weights(tmp_path, new_format, core):
-    content = training_checkpoint(TENSORS)
-    torch.save(content, tmp_path / "a.pth", _use_new_zipfile_serialization=new_format)
+    path = tmp_path / "a.pth"
+    saved = training_checkpoint(TENSORS)
+    torch.save(saved, path, _use_new_zipfile_serialization=new_format)
     if not new_format:  # of NumPy 1 and 2
-        data = (tmp_path / "a.pth").read_bytes()
-        (tmp_path / "a.pth").write_bytes(data.replace(b"numpy._core.multiarray\n", core))
-    found = read_weights_file(tmp_path / "a.pth").value
-    assert found["cfg"] == content["cfg"] and found["scheduler"] == content["scheduler"]
-    assert found["best_prec1"] == 77.72 and torch.equal(found["mean"], torch.ones(3))
+        path.write_bytes(path.read_bytes().replace(b"numpy._core.multiarray\n", core))
+
+    content = read_weights_file(path).value
+
+    assert content["cfg"] == saved["cfg"]
+    assert content["scheduler"] == saved["scheduler"]
+    assert content["best_prec1"] == 77.72
+    assert torch.equal(content["mean"], torch.ones(3))
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -81,12 +87,13 @@ def test_reads_arrays_of_every_shape_and_order(tmp_path, protocol):
         "single": np.array(3, dtype=np.uint8),
     }
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(arrays, protocol=protocol))
-    found = tensors_of(tmp_path / "a.pkl")
-    assert all(np.array_equal(found[name].numpy(), array) for name, array in arrays.items())
-    assert all(
-        found[name].numpy().dtype == array.dtype.newbyteorder("=")
-        for name, array in arrays.items()
-    )
+
+    tensors = tensors_of(tmp_path / "a.pkl")
+
+    for name, array in arrays.items():
+        numbers = tensors[name].numpy()
+        assert np.array_equal(numbers, array)
+        assert numbers.dtype == array.dtype.newbyteorder("=")
 
 
 def test_the_versions_of_modules_come_along(tmp_path):
@@ -101,10 +108,21 @@ def test_truncated_at_every_sixteenth(kind, tmp_path):
     size = path.stat().st_size
     for part in range(15, -1, -1):
         os.truncate(path, size * part // 16)
-        with pytest.raises(
-            WeightsFileError, match="weights': cannot be read: it is (damaged|empty)"
-        ):
+        with pytest.raises(WeightsFileError, match="weights': .*(damaged|empty)"):
             read_weights_file(path)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_a_changed_byte_of_an_archive(name, tmp_path):
+    tensors = {key: torch.full((100, 10), float(ord(key))) for key in "abc"}
+    path = write("archive", tensors, tmp_path / "weights")
+    data = bytearray(path.read_bytes())
+    data[data.index(tensors[name].numpy().tobytes()) + 2] ^= 1
+    path.write_bytes(data)
+
+    assert torch.load(path)["model"][name][0, 0] != ord(name)  # torch does not see it
+    with pytest.raises(WeightsFileError, match="weights': .*damaged"):
+        read_weights_file(path)
 
 
 class Evil:
@@ -127,12 +145,13 @@ def test_malicious_pickle_is_refused_and_not_run(kind, place, forced, tmp_path, 
         "beside": {"model": {}, "cfg": evil},
         "key": {"model": {}, (evil,): 1},
     }[place]
-    path = tmp_path / ("a.pkl" if kind == "pickle" else "a.pth")
+    path = tmp_path / "a.pth"
     if kind == "pickle":
         path.write_bytes(pickle.dumps(content))
     else:
         torch.save(content, path, _use_new_zipfile_serialization=kind == "archive")
-    with pytest.raises(RefusedFileError, match=r"(posix|nt)\.mkdir, which could run code"):
+
+    with pytest.raises(RefusedFileError, match=r"(posix|nt)\.mkdir"):
         read_weights_file(path)
     assert not (tmp_path / "pwned").exists()
 
@@ -141,29 +160,31 @@ def test_whole_models_and_torchscript_are_refused(tmp_path):
     torch.save(torch.nn.Linear(1, 1), tmp_path / "a.pth")
     with pytest.raises(RefusedFileError, match=r"torch\.nn\.modules\.linear\.Linear"):
         read_weights_file(tmp_path / "a.pth")
-    torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1, 1)), tmp_path / "b.pth")
+
+    traced = torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1, 1))
+    torch.jit.save(traced, tmp_path / "b.pth")
     with pytest.raises(RefusedFileError, match="TorchScript"):
         read_weights_file(tmp_path / "b.pth")
 
 
 def write_pickle(kind, operations, folder):
     """Write the operations of a pickle by themselves, or as the content of a file of torch.save."""
-    path = folder / ("a.pkl" if kind == "pickle" else "a.pth")
+    path = folder / "a.pth"
     if kind == "archive":
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("a/data.pkl", operations)
             archive.writestr("a/version", "3")
-        return path
-    if kind == "legacy":
+    elif kind == "legacy":
         torch.save({"model": {}}, path, _use_new_zipfile_serialization=False)
         good = pickle.dumps({"model": {}}, protocol=2)
-        operations = path.read_bytes().replace(good, operations)
-    path.write_bytes(operations)
+        path.write_bytes(path.read_bytes().replace(good, operations))
+    else:
+        path.write_bytes(operations)
     return path
 
 
 START = b"\x80\x02"
-#: operations of a small pickle that is not a dict of tensors: some would hang, crash or change this process
+#: operations of pickles without tensors: some would hang, crash or change this process
 BOMBS = {
     "deep lists": START + 10**5 * b"]" + (10**5 - 1) * b"a" + b".",
     "many objects": START + b"](" + 10**5 * b"}" + b"e.",
@@ -217,23 +238,19 @@ class Huge:
     "value", [Huge(), torch.ones(1).expand(10**11)], ids=["storage", "stride"]
 )
 def test_tensors_larger_than_their_file(new_format, value, tmp_path):
-    torch.save(
-        {"model": {"a": value}}, tmp_path / "a.pth", _use_new_zipfile_serialization=new_format
-    )
-    with pytest.raises(WeightsFileError, match="a claims more bytes than the file|damaged"):
-        tensors_of(tmp_path / "a.pth")
+    path = tmp_path / "a.pth"
+    torch.save({"model": {"a": value}}, path, _use_new_zipfile_serialization=new_format)
+    with pytest.raises(WeightsFileError, match="more bytes|damaged"):
+        tensors_of(path)
 
 
 @pytest.mark.parametrize("length", [0x80, 0x0280, 0x4B50])
 def test_a_safetensors_header_may_begin_like_another_format(tmp_path, length):
     # The first bytes are the length of the header: 0x80 begins a pickle and 0x4B50 a zip archive.
-    header = (
-        json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
-        .encode()
-        .ljust(length)
-    )
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
+    start = struct.pack("<Q", length) + header.encode().ljust(length)
     path = tmp_path / "w.safetensors"
-    path.write_bytes(struct.pack("<Q", length) + header + struct.pack("<f", 2.5))
+    path.write_bytes(start + struct.pack("<f", 2.5))
     assert read_weights_file(path).value["w"].tolist() == [2.5]
 
 
@@ -242,13 +259,11 @@ def test_a_safetensors_header_may_begin_like_another_format(tmp_path, length):
     [
         (b"", "it is empty"),
         (b"\n<!DOCTYPE html><html>Sign in</html>", "web page"),
-        (b"just a text that is longer than the header", "not a file of torch.save"),
+        (b"just a text that is longer than the header", "not a file"),
         (b"PK\x03\x04", "damaged"),
-        (
-            struct.pack("<Q", 2**24) + b"{" + bytes(64),
-            "damaged",
-        ),  # safetensors with a header of 16 MiB
-        (pickle.dumps({"a": np.array([{}])}), "'O8', which is not a number"),
+        # safetensors with a header of 16 MiB
+        (struct.pack("<Q", 2**24) + b"{" + bytes(64), "damaged"),
+        (pickle.dumps({"a": np.array([{}])}), "'O8'"),
     ],
 )
 def test_other_files(data, message, tmp_path):

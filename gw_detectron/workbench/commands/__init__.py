@@ -31,7 +31,7 @@ COMMANDS = {
     "compare": Command("compare", "train with several norms, and say which one to take"),
     "report": Command("report", "write a page about a run: scores, curves, errors"),
     "export": Command("export", "write a detector or a backbone as pt2 or ONNX"),
-    "weights": Command("weights", "convert, verify and describe weight files"),
+    "weights": Command("weights", "convert and describe weight files"),
     "list": Command("list", "list the configs, the norm names, or the norms of a model"),
     "doctor": Command(
         "doctor", "check this installation and say what works", needs_detectron2=False

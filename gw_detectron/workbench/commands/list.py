@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from ...modeling import build_checked_model
 from ...norms import norm_options, norm_table
 from ...ops.solvers import SOLVERS
-from ...weights.network import full_name
+from ...weights.identifying import full_name
 from .parsers import new_parser
 
 

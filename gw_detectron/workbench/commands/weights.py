@@ -1,4 +1,4 @@
-"""Convert, verify and describe weight files."""
+"""Convert and describe weight files."""
 
 import argparse
 import os
@@ -6,13 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ...weights import convert_file, detector_file
-from ...weights.network import PREPROCESSING
-from ...weights.records import describe_checkpoint, format_config, format_description
-from ...weights.verify import verify
-from ..images.samples import sample_images
+from ...weights.describing import describe_checkpoint, format_config, format_description
+from ...weights.identifying import PREPROCESSING
 from .parsers import new_parser
-
-_NORM = "norm of the layers without running statistics, e.g. GW, GW:groups=32 or GN; needed if %s does not record it"
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -20,7 +16,6 @@ def get_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         __doc__,
         "convert resnet50_gw.pth R-50-GW.pkl --norm GW",
-        "verify R-50-GW.pkl --source resnet50_gw.pth --norm GW",
         "describe output/model_final.pth",
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
@@ -41,23 +36,17 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="DST",
         help="a .pkl file to write, for MODEL.WEIGHTS; the config it needs goes beside it",
     )
-    add("--norm", help=_NORM % "SRC")
+    add(
+        "--norm",
+        help="norm of the layers without running statistics, e.g. GW, GW:groups=32 or GN; needed "
+        "if SRC does not record it",
+    )
     add(
         "--preprocessing",
         choices=PREPROCESSING,
         help="images of the training, if the file does not record it",
     )
     add("--force", action="store_true", help="overwrite DST")
-
-    text = "Compare torchvision's ResNet and Detectron2's after each stage; exit with 1 if they differ"
-    add = _add_action(actions, "verify", _verify, text)
-    add("weights", metavar="WEIGHTS", help="converted weights, or a gw:// address")
-    add(
-        "--source",
-        metavar="FILE",
-        help="the file WEIGHTS was converted from, to verify the conversion",
-    )
-    add("--norm", help=_NORM % "the source")
 
     add = _add_action(
         actions, "describe", _describe, "Show what a checkpoint or weight file records"
@@ -68,16 +57,16 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def _add_action(
-    actions: Any, name: str, run: Callable[..., Any], text: str
+    actions: Any, name: str, run: Callable[..., None], text: str
 ) -> Callable[..., Any]:
     parser = actions.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run)
     return parser.add_argument
 
 
-def main(args: argparse.Namespace) -> bool | None:
-    """Run the chosen action; return False if verified networks differ."""
-    return args.run(args)
+def main(args: argparse.Namespace) -> None:
+    """Run the chosen action."""
+    args.run(args)
 
 
 def _convert(args: argparse.Namespace) -> None:
@@ -88,26 +77,17 @@ def _convert(args: argparse.Namespace) -> None:
         preprocessing=args.preprocessing,
         overwrite=args.force,
     )
-    network, norms, count = (
-        conversion.architecture.name,
-        conversion.positions,
-        len(conversion.tensors),
-    )
-    dropped = len(conversion.source_tensors) - count
     print(
-        f"{args.target}: {count} tensors of {network} with {norms}; {dropped} of the classifier or counters left out. "
-        "The .yaml beside it has their config keys."
+        f"{args.target}: {len(conversion.tensors)} tensors of {conversion.architecture.name} with "
+        f"{conversion.positions}; a classifier is left out. The .yaml beside it has their config "
+        "keys."
     )
-
-
-def _verify(args: argparse.Namespace) -> bool:
-    result = verify(args.weights, sample_images(), source=args.source, norm=args.norm)
-    print(result)
-    return result.agrees
 
 
 def _describe(args: argparse.Namespace) -> None:
-    description = describe_checkpoint(
-        detector_file(args.file) if os.path.isdir(args.file) else args.file
-    )
-    print(format_config(description) if args.config else format_description(description))
+    file = detector_file(args.file) if os.path.isdir(args.file) else args.file
+    description = describe_checkpoint(file)
+    if args.config:
+        print(format_config(description))
+    else:
+        print(format_description(description))

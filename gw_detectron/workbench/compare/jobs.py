@@ -14,7 +14,7 @@ from detectron2.evaluation import inference_on_dataset
 from detectron2.utils.events import EventStorage
 
 from ...errors import NonFiniteError, first_line
-from ...weights.records import software_versions
+from ...weights.recording import software_versions
 from ..dataset.coco_scores import COCO_TASKS, ap_name
 from ..run import RunRequest, Trainer, main, prepare
 from ..run.folder import METRICS, read_metrics

@@ -89,6 +89,7 @@ class CocoSource:
         self.error = error
         self.part = part
         self.is_completed = is_completed
+        self.waits = False  # a run is being built: its derived files are written when it begins
         self._content = content
         self._is_written = dataset.json in ("", self.origin)
 
@@ -107,10 +108,12 @@ class CocoSource:
         return read_fingerprint(self.content)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the dataset in Detectron2's format, and release the content."""
-        self.write()
+        """Return the dataset in Detectron2's format, and release what can be read again."""
+        if not self.waits:
+            self.write()
         records = content_to_records(self.content, self.dataset.images)
-        self._content = None
+        if self._is_written:
+            self._content = None
         return records
 
     def write(self) -> None:
@@ -136,7 +139,9 @@ _opened: dict[str, CocoSource] = {}
 
 def opened(name: str) -> CocoSource | None:
     """Return the open source of a dataset that :func:`register_datasets` has registered."""
-    return _opened.get(name)
+    source = _opened.get(name)
+    is_current = source is not None and DatasetCatalog.data.get(name) == source.records
+    return source if is_current else None
 
 
 def open_registered(name: str, *, evaluated: bool = False) -> CocoSource | None:
@@ -145,8 +150,9 @@ def open_registered(name: str, *, evaluated: bool = False) -> CocoSource | None:
     Datasets that Detectron2 or the user's program has registered are read from their json, or from their records, which
     have the fields that an evaluation needs if they are ``evaluated``.
     """
-    if name in _opened:
-        return _opened[name]
+    source = opened(name)
+    if source is not None:
+        return source
     metadata = MetadataCatalog.get(name)
     root = metadata.get("image_root") or "."
     if path := metadata.get("json_file"):
@@ -162,16 +168,17 @@ def open_registered(name: str, *, evaluated: bool = False) -> CocoSource | None:
 
 def registered_datasets(train: Iterable[str], val: Iterable[str]) -> CocoDatasets:
     """Return the named datasets that :func:`register_datasets` has registered."""
-    parts = [
-        {name: _opened[name].dataset for name in names if name in _opened}
-        for names in (train, val)
-    ]
-    return CocoDatasets(*parts)
+
+    def known(names: Iterable[str]) -> dict[str, CocoDataset]:
+        sources = {name: opened(name) for name in names}
+        return {name: source.dataset for name, source in sources.items() if source}
+
+    return CocoDatasets(known(train), known(val))
 
 
 def needs_registration(names: Iterable[str]) -> bool:
     """Return whether a dataset is unknown, or known by :func:`register_datasets` only."""
-    return any(name not in DatasetCatalog or name in _opened for name in names)
+    return any(name not in DatasetCatalog or opened(name) for name in names)
 
 
 def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
@@ -283,7 +290,7 @@ def _register(name: str, source: CocoSource) -> None:
         raise ConfigError(
             f"dataset ('{name}'): not a name. Fix: use letters, digits, '_', '-' and '.' only."
         )
-    if name in DatasetCatalog and name not in _opened:
+    if name in DatasetCatalog and opened(name) is None:
         raise ConfigError(
             f"dataset ('{name}'): belongs to another dataset already. Fix: choose another name."
         )

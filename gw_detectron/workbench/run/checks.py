@@ -13,7 +13,7 @@ from detectron2.utils import comm
 from torch import nn
 
 from ...errors import ConfigError, first_line
-from ...weights import StartWeights, trained_classes
+from ...weights import LazyCheckpoint, trained_classes
 from ..dataset.coco_scores import COCO_TASKS
 from ..dataset.dataset_checks import CheckReport, check_datasets, wrong_evaluator
 from ..dataset.fingerprint import Fingerprint
@@ -31,7 +31,7 @@ _SCORES = {name: task.scores for name, task in COCO_TASKS.items()} | {
 
 def check_run(
     cfg: CfgNode,
-    start: StartWeights,
+    start: LazyCheckpoint,
     report: CheckReport | None = None,
     *,
     eval_only: bool = False,
@@ -83,7 +83,7 @@ def check_run(
 
 
 def _check_data(
-    cfg: CfgNode, start: StartWeights, report: CheckReport, *, eval_only: bool
+    cfg: CfgNode, start: LazyCheckpoint, report: CheckReport, *, eval_only: bool
 ) -> dict[str, Fingerprint] | None:
     """Check and return the datasets; None if ``DATASETS`` does not list them."""
     texts = [key for key in ("TRAIN", "TEST") if isinstance(cfg.DATASETS[key], str)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...errors import ConfigError, FileAccessError, RunError
-from ...weights import StartWeights
+from ...weights import LazyCheckpoint
 from ...weights.opening import BEST_CHECKPOINT
 from ..dataset.dataset_checks import CheckReport
 
@@ -76,7 +76,7 @@ def lock_output(folder: str, *, wait: bool = False) -> IO[str]:
 
 def check_output(
     folder: str,
-    start: StartWeights,
+    start: LazyCheckpoint,
     report: CheckReport,
     *,
     resume: bool | None,
@@ -107,7 +107,7 @@ def check_output(
         report.errors.append(earlier_run(folder))
 
 
-def _other_checkpoint(folder: str, start: StartWeights) -> str:
+def _other_checkpoint(folder: str, start: LazyCheckpoint) -> str:
     """Name the newest checkpoint that a run can continue from, in place of an unusable one."""
     unusable = (BEST_CHECKPOINT, os.path.basename(start.address))
     others = [

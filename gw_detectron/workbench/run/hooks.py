@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ...atomic import atomic_write
 from ...norms.listing import is_synchronized
-from ...weights import RUN_RECORD, GWDetectionCheckpointer
+from ...weights import RUN_RECORD_KEY, GWDetectionCheckpointer
 from ...weights.opening import BEST_CHECKPOINT
 from ...weights.reading import sha256_of
 from ..signals import TERMINATING, Interrupted, signals_handled
@@ -280,8 +280,8 @@ class BestWeights(BestCheckpointer):
         evaluations: Sequence[EvalHook],
         at_end: Sequence[EvalHook] = (),
     ) -> None:
-        record = checkpointer.checkpointables[RUN_RECORD]
-        best = _BestCheckpointer(checkpointer.model, cfg.OUTPUT_DIR, **{RUN_RECORD: record})
+        record = checkpointer.checkpointables[RUN_RECORD_KEY]
+        best = _BestCheckpointer(checkpointer.model, cfg.OUTPUT_DIR, **{RUN_RECORD_KEY: record})
         best.path_manager = checkpointer.path_manager
         # a dataset of this name has scores such as validation/bbox/AP
         is_loss = cfg.TEST.BEST.rpartition("/")[0] == "validation"

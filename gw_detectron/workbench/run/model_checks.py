@@ -14,9 +14,9 @@ from ...errors import ConfigError, summarize_names
 from ...layers import FrozenBatchWhitening2d
 from ...modeling.build import NORM_KEYS, build_checked_model, unread_keys
 from ...norms import is_synchronized, norm_spec
-from ...weights import Checkpoint, StartWeights, norm_differences, norm_mismatch
-from ...weights.network import PREPROCESSING, Preprocessing
-from ...weights.records import PREPROCESSING_DIFFERS, config_problems
+from ...weights import Checkpoint, LazyCheckpoint, norm_differences, norm_mismatch
+from ...weights.identifying import PREPROCESSING, Preprocessing
+from ...weights.recording import PREPROCESSING_DIFFERS, check_against_record
 from ..dataset.dataset_checks import CheckReport
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
@@ -34,7 +34,7 @@ _PREPROCESSING = {
 
 
 def check_model(
-    cfg: CfgNode, start: StartWeights, report: CheckReport, *, eval_only: bool
+    cfg: CfgNode, start: LazyCheckpoint, report: CheckReport, *, eval_only: bool
 ) -> nn.Module | None:
     """Check components, norms and frozen layers.
 
@@ -116,7 +116,7 @@ def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: CheckReport) -> N
 
 def check_start_weights(
     cfg: CfgNode,
-    start: StartWeights,
+    start: LazyCheckpoint,
     model: nn.Module | None,
     report: CheckReport,
     *,
@@ -133,7 +133,8 @@ def check_start_weights(
         return
 
     key = "--resume" if start.resumed else "MODEL.WEIGHTS"
-    errors, warnings = config_problems(cfg, weights, f"{key} ('{start.address}')")
+    what = f"{key} ('{start.address}')"
+    errors, warnings = check_against_record(cfg, weights, what)
     report.errors += errors
     report.warnings += warnings
     if model is None:
@@ -144,7 +145,7 @@ def check_start_weights(
         _check_norms(cfg, weights, model, report, allow_partial)
 
 
-def _known_preprocessing(start: StartWeights) -> list[Preprocessing]:
+def _known_preprocessing(start: LazyCheckpoint) -> list[Preprocessing]:
     """Return the preprocessing that weights record, or that their address tells."""
     if start.opened and start.opened.record.preprocessing:
         return [start.opened.record.preprocessing]

@@ -18,11 +18,11 @@ from detectron2.utils.env import seed_all_rng
 from ...atomic import atomic_write
 from ...config import changed_config
 from ...errors import ConfigError
-from ...weights import StartWeights, open_start_weights
+from ...weights import LazyCheckpoint, open_start_weights
 from ...weights.opening import local_file
 from ..dataset.dataset_checks import CheckReport
 from ..dataset.datasets_yaml import record_datasets
-from ..dataset.source import registered_datasets
+from ..dataset.source import opened, registered_datasets
 from .checks import check_run
 from .folder import check_output, lock_output, remove_files, stale_output
 from .logs import log_to
@@ -36,7 +36,7 @@ class RunStart:
     """A checked run, before it writes more than its log."""
 
     cfg: CfgNode
-    weights: StartWeights
+    weights: LazyCheckpoint
     lock: contextlib.ExitStack  # of the folder; closing it lets another training start there
     stale: list[Path]  # files of an earlier run or evaluation
 
@@ -105,6 +105,10 @@ def start_run(
                     everything=overwrite,
                     needed=local_file(weights.address),
                 )
+        for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
+            source = opened(name)
+            if source is not None:
+                source.waits = not eval_only
         with in_all_processes():
             _log_to_folder(cfg, eval_only=eval_only)
             if eval_only:
@@ -129,7 +133,7 @@ def _log_to_folder(cfg: CfgNode, *, eval_only: bool) -> None:
     torch.backends.cudnn.benchmark = may_tune
 
 
-def _begin_evaluation(cfg: CfgNode, weights: StartWeights, stale: list[Path]) -> None:
+def _begin_evaluation(cfg: CfgNode, weights: LazyCheckpoint, stale: list[Path]) -> None:
     seed_all_rng(
         None if cfg.SEED < 0 else cfg.SEED + comm.get_rank()
     )  # a training has its own seeds
@@ -149,7 +153,7 @@ def _write_record(cfg: CfgNode, folder: str) -> None:
         temporary.write_text(cfg.dump())
 
 
-def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int = 0) -> None:
+def check_same_start(model: torch.nn.Module, start: LazyCheckpoint, iteration: int = 0) -> None:
     """Require that all processes start with the same weights: each loads its own file."""
     if comm.get_world_size() == 1:
         return

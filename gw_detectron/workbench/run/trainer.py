@@ -36,11 +36,11 @@ from ...config import changed_config
 from ...errors import ConfigError, NonFiniteError
 from ...norms.listing import norm_summary
 from ...weights import (
-    RUN_RECORD,
+    RUN_RECORD_KEY,
     GWDetectionCheckpointer,
+    LazyCheckpoint,
     LoadReport,
     RunRecord,
-    StartWeights,
     load_checkpoint,
     open_start_weights,
 )
@@ -121,7 +121,7 @@ class Trainer(DefaultTrainer):
             ignore_preflight=ignore_preflight,
             own_evaluator=self._overrides("build_evaluator"),
         )
-        self.start: StartWeights | None = self._start.weights
+        self.start: LazyCheckpoint | None = self._start.weights
         self._resume = resume
         if leaves_loss_out:
             name = type(self).__name__
@@ -171,7 +171,7 @@ class Trainer(DefaultTrainer):
         if cfg.DATASETS.TRAIN:
             trained_on = MetadataCatalog.get(cfg.DATASETS.TRAIN[0])
         self.record = RunRecord(given, cfg.SEED, classes_of(trained_on))
-        self.checkpointer.add_checkpointable(RUN_RECORD, self.record)
+        self.checkpointer.add_checkpointable(RUN_RECORD_KEY, self.record)
 
         self.register_hooks(self.build_hooks())
 

@@ -15,7 +15,7 @@ from PIL import ExifTags, Image
 
 from gw_detectron.config import shipped_configs
 from gw_detectron.errors import DataError, MissingPackageError
-from gw_detectron.weights import RUN_RECORD, RunRecord
+from gw_detectron.weights import RUN_RECORD_KEY, RunRecord
 from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
 
 from ..sound_run import coco_content, only_error
@@ -76,7 +76,7 @@ def test_an_evaluation_on_other_classes_than_the_checkpoint_knows(check, coco, t
 
     def errors(trained):
         record = RunRecord("", 1, trained).state_dict()
-        torch.save({"model": {}, RUN_RECORD: record}, path)
+        torch.save({"model": {}, RUN_RECORD_KEY: record}, path)
         return " ".join(check(eval_only=True, **keys).errors)
 
     assert "the checkpoint" in errors({1: "cat", 4: "dog"})

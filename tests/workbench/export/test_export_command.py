@@ -11,7 +11,7 @@ from PIL import Image
 
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, WeightsError
-from gw_detectron.weights import RUN_RECORD, RunRecord, load_model
+from gw_detectron.weights import RUN_RECORD_KEY, RunRecord, load_model
 from gw_detectron.workbench.commands.export import get_parser, main
 
 from ...tiny_run import CONFIG
@@ -151,7 +151,7 @@ def test_a_detector_with_the_classes_of_its_run(
         (tmp_path / "datasets.yaml").write_text(json.dumps({"val": {"export_test_val": entry}}))
     content, weights = torch.load(trained[1], weights_only=True), tmp_path / "own.pth"
     torch.save(
-        content | ({RUN_RECORD: RunRecord("", 1, classes).state_dict()} if moved else {}),
+        content | ({RUN_RECORD_KEY: RunRecord("", 1, classes).state_dict()} if moved else {}),
         weights,
     )
     own = cfg.clone()

@@ -10,7 +10,7 @@ from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
 from PIL import Image
 
-from gw_detectron.weights import RUN_RECORD, RunRecord
+from gw_detectron.weights import RUN_RECORD_KEY, RunRecord
 
 from ..export.tiny_networks import detector_config
 
@@ -37,7 +37,7 @@ def run_folder(tmp_path_factory):
         model.roi_heads.box_predictor.cls_score.weight.normal_(0, 2)
         model.roi_heads.box_predictor.bbox_pred.weight.normal_(0, 0.5)
     record = RunRecord(cfg.dump(), 0, {2: "fork", 7: "cup", 40: "plate"}).state_dict()
-    DetectionCheckpointer(model, str(folder)).save("model_final", **{RUN_RECORD: record})
+    DetectionCheckpointer(model, str(folder)).save("model_final", **{RUN_RECORD_KEY: record})
     (folder / "config.yaml").write_text(cfg.dump())
     return folder
 

@@ -11,7 +11,7 @@ from detectron2.structures import Boxes, BoxMode, Instances
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from gw_detectron.weights import StartWeights
+from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.workbench.run.checks import check_run
 from gw_detectron.workbench.run.evaluation import DenseCOCOEvaluator, build_coco_evaluator
 
@@ -169,7 +169,7 @@ def test_the_best_weights_may_be_those_of_the_added_ap(
         TEST__DETECTIONS_PER_IMAGE=detections,
     )
 
-    errors = check_run(cfg, StartWeights()).errors
+    errors = check_run(cfg, LazyCheckpoint()).errors
 
     names = [f"bbox/{name}" for name in scores]
     refusals = [error for error in errors if "TEST.BEST" in error]

@@ -6,7 +6,7 @@ from detectron2.utils import comm
 
 from gw_detectron.errors import PreflightError
 from gw_detectron.modeling.build import unread_keys
-from gw_detectron.weights import StartWeights
+from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.workbench.dataset import CheckReport
 from gw_detectron.workbench.run.checks import check_run
 
@@ -27,7 +27,7 @@ def run_of(name, folder, **changes):
 
 
 def errors(cfg):
-    report = check_run(cfg, StartWeights())
+    report = check_run(cfg, LazyCheckpoint())
     return report.errors
 
 

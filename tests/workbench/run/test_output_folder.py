@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gw_detectron.errors import ConfigError, PreflightError, UserError
-from gw_detectron.weights import StartWeights
+from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.weights.opening import local_file
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.dataset import CheckReport
@@ -231,7 +231,7 @@ def test_a_kill_while_a_run_is_replaced_leaves_no_checkpoint_beside_a_new_config
 
 def output_errors(folder, resume):
     report = CheckReport()
-    check_output(str(folder), StartWeights(), report, resume=resume, keeps=True)
+    check_output(str(folder), LazyCheckpoint(), report, resume=resume, keeps=True)
     return report.errors
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from detectron2.utils import comm
 
 from gw_detectron.errors import ConfigError, NonFiniteError, PreflightError, UserError
-from gw_detectron.weights import StartWeights
+from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.run.processes import in_all_processes, launch_from_args
@@ -107,11 +107,11 @@ def test_processes_with_other_weights_are_refused(process_group, capsys):
 
     model = torch.nn.Linear(2, 2)
     process_group(lambda value: [value, value])
-    check_same_start(model, StartWeights("a.pth"), 3)
+    check_same_start(model, LazyCheckpoint("a.pth"), 3)
 
     process_group(other_weights)
     with pytest.raises(SystemExit):
-        check_same_start(model, StartWeights("a.pth"), 3)
+        check_same_start(model, LazyCheckpoint("a.pth"), 3)
     assert "MODEL.WEIGHTS ('a.pth')" in capsys.readouterr().err
 
 

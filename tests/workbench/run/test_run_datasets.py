@@ -13,7 +13,7 @@ from detectron2.data.datasets import register_coco_instances
 
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, PreflightError, UserError
-from gw_detectron.weights import StartWeights
+from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.dataset import source
 from gw_detectron.workbench.run import Trainer
@@ -143,7 +143,7 @@ def flags_of(tmp_path, photos):
 def test_a_validation_without_a_class_gets_it(cfg_of, content, train_flags, flags_of):
     cfg = cfg_of(*train_flags, *flags_of("val", without_a_class(content)))
 
-    report = check_run(cfg, StartWeights())
+    report = check_run(cfg, LazyCheckpoint())
 
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
     assert not report.errors
@@ -167,7 +167,7 @@ def test_replaced_areas_are_told_once_for_each_file(cfg_of, content, flags_of):
     flags = [*flags_of("train", content), *flags_of("val", content)]
     cfg = cfg_of(*flags)
 
-    report = check_run(cfg, StartWeights())
+    report = check_run(cfg, LazyCheckpoint())
 
     assert not report.errors
     train, val = [warning for warning in report.warnings if "wrong area" in warning]
@@ -186,7 +186,7 @@ def test_areas_in_a_dataset_of_detectron2_are_refused(
     register_coco_instances("own", {}, str(path), str(photos / "photos"))
     cfg = cfg_of(*train_flags, *val_flags, DATASETS__TEST="('own',)")
 
-    (error,) = check_run(cfg, StartWeights()).errors
+    (error,) = check_run(cfg, LazyCheckpoint()).errors
 
     assert "'own'" in error
     assert "have an area" in error
@@ -203,7 +203,7 @@ def test_a_damaged_json_is_not_taken_for_a_wrong_class_count(
     cfg = cfg_of(*flags, *val_flags)
 
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
-    errors = check_run(cfg, StartWeights()).errors
+    errors = check_run(cfg, LazyCheckpoint()).errors
     assert errors
     assert "NUM_CLASSES" not in " ".join(errors)
 

@@ -1,0 +1,224 @@
+"""Record norms and runs in checkpoints; compare later configs with them."""
+
+import functools
+import logging
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import detectron2
+import numpy as np
+import torch
+import torchvision
+from detectron2.config import CfgNode
+from detectron2.utils import comm
+from torch import nn
+
+from ..config import flat_items, parse_config
+from ..errors import ConfigError, WeightsFileError, summarize_names
+from ..installation import __version__, git_commit
+from .identifying import PROVENANCE_KEY, norm_record
+from .opening import Checkpoint
+from .reading import plain_copy, sha256_of
+
+log = logging.getLogger(__name__)
+
+#: key of the :class:`RunRecord` in a checkpoint
+RUN_RECORD_KEY = "record"
+_PREPROCESSING_KEYS = (
+    "INPUT.FORMAT",
+    "MODEL.PIXEL_MEAN",
+    "MODEL.PIXEL_STD",
+    "MODEL.RESNETS.STRIDE_IN_1X1",
+)
+PREPROCESSING_DIFFERS = (
+    "these weights expect different preprocessing (channel order, mean, std or stride)"
+)
+#: preprocessing, which is an error, and keys that change no result of trained weights
+_NO_WARNING = (
+    *_PREPROCESSING_KEYS,
+    "MODEL.WEIGHTS",
+    "MODEL.DEVICE",
+    "MODEL.COMPILE",
+    "MODEL.BACKBONE.FREEZE_AT",
+)
+
+
+class NormRecorder:
+    """Checkpointable that records the norms of a model, see :func:`.identifying.norm_record`.
+
+    Add it to Detectron2's ``DetectionCheckpointer``:
+    ``add_checkpointable("norms", NormRecorder(model))``. A file's record is read as part of the
+    :class:`.identifying.NetworkRecord`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+        # as Detectron2 saves its tensors
+        self._model: Any = model.module if isinstance(model, parallel) else model
+
+    def state_dict(self) -> dict[str, str]:
+        return norm_record(self._model)
+
+    def load_state_dict(self, recorded: Mapping[str, Any]) -> None:
+        """Load nothing: norms come from the config.
+
+        :func:`gw_detectron.weights.norm_differences` compares them.
+        """
+
+
+class RunRecord:
+    """Checkpointable that records a run: its config, seed, classes, versions and start weights.
+
+    The record has strings, numbers, lists and dicts; the config is yaml. Add it to Detectron2's
+    ``DetectionCheckpointer``:
+    ``add_checkpointable(RUN_RECORD_KEY, RunRecord(cfg.dump(), seed))``.
+
+    ``classes`` are names by category id, in the order of the detector's outputs.
+    """
+
+    def __init__(
+        self, config: str, seed: int, classes: Mapping[int, str] | None = None
+    ) -> None:
+        self.config = config
+        self.seed = seed
+        self.classes = [
+            {"id": number, "name": name} for number, name in (classes or {}).items()
+        ]
+        self._start_weights: dict[str, Any] = {}
+
+    def set_start_weights(self, checkpoint: Checkpoint) -> None:
+        """Record address, SHA-256 and origin of the weights that the run starts from."""
+        self._start_weights = {
+            "address": checkpoint.address,
+            "sha256": sha256_of(checkpoint.path),
+        }
+        provenance = checkpoint.record.provenance
+        if provenance is not None:  # converted by this package
+            self._start_weights[PROVENANCE_KEY] = asdict(provenance)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "versions": software_versions(),
+            "config": self.config,
+            "processes": comm.get_world_size(),
+            "seed": self.seed,
+            "classes": self.classes,
+            "start_weights": self._start_weights,
+        }
+
+    def load_state_dict(self, recorded: Mapping[str, Any]) -> None:
+        """Keep the start weights of a resumed run, and warn if its config has changed."""
+        if isinstance(recorded, Mapping) and isinstance(recorded.get("start_weights"), dict):
+            self._start_weights = recorded["start_weights"]
+
+        differences = config_differences(recorded, self.config)
+        if differences:
+            log.warning(
+                "--resume: the config differs from the checkpoint's. Learning rate, momentum and "
+                "weight decay remain the checkpoint's:\n%s",
+                "\n".join(differences.values()),
+            )
+
+
+@functools.cache
+def software_versions() -> dict[str, str]:
+    """Return the versions that results depend on, and the commit of a checkout of this package."""
+    modules = (detectron2, torch, torchvision, np)
+    versions = {
+        "gw_detectron": __version__,
+        "commit": git_commit(),
+        **{module.__name__: str(module.__version__) for module in modules},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+    }
+    return {name: version for name, version in versions.items() if version}
+
+
+def trained_classes(checkpoint: Checkpoint | None) -> dict[int, str]:
+    """Return the class names by category id that a checkpoint records; {} if none.
+
+    They are in the order of the detector's outputs.
+    """
+    record = checkpoint.metadata.get(RUN_RECORD_KEY) if checkpoint else None
+    try:
+        names = {entry["id"]: entry["name"] for entry in record["classes"]}  # type: ignore[index]
+    except (LookupError, TypeError):
+        return {}
+    return names if all(isinstance(name, str) for name in names.values()) else {}
+
+
+def config_differences(record: Any, config: str) -> dict[str, str]:
+    """Describe, by key, the values of a config that differ from a run's.
+
+    The key ``config`` says why they are not compared.
+    """
+    before = record.get("config") if isinstance(record, Mapping) else None
+    if not isinstance(before, str) or before == config:
+        return {}
+
+    try:
+        old = _flat_config(before)
+        new = _flat_config(config)
+    except (ConfigError, WeightsFileError) as error:
+        return {"config": f"config: not compared: {str(error).partition(' Fix: ')[0]}"}
+    return {
+        key: f"{key} {old.get(key)!r:.99} in the checkpoint, {value!r:.99} here"
+        for key, value in new.items()
+        if old.get(key) != value
+    }
+
+
+def _flat_config(text: str) -> dict[str, Any]:
+    parsed = parse_config(text, RUN_RECORD_KEY)
+    return dict(flat_items(plain_copy(parsed)))
+
+
+def check_against_record(
+    cfg: CfgNode, checkpoint: Checkpoint, what: str
+) -> tuple[list[str], list[str]]:
+    """Compare a config with the record of the run that wrote a checkpoint.
+
+    Returns errors of other preprocessing, and warnings of other values of MODEL keys. They begin
+    with ``what``.
+    """
+    errors: list[str] = []
+    warnings: list[str] = []
+    differences = config_differences(checkpoint.metadata.get(RUN_RECORD_KEY), cfg.dump())
+    if cfg.MODEL.RESNETS.DEPTH < 50:  # without 1x1 convolutions in its blocks
+        differences.pop("MODEL.RESNETS.STRIDE_IN_1X1", None)
+
+    images = [text for key, text in differences.items() if key in _PREPROCESSING_KEYS]
+    if images:
+        errors.append(
+            f"{what}: {PREPROCESSING_DIFFERS}: {', '.join(images)}. Fix: set these keys as in the "
+            "checkpoint."
+        )
+    others = [
+        text
+        for key, text in differences.items()
+        if key.startswith(("MODEL.", "config")) and key not in _NO_WARNING
+    ]
+    if others:
+        warnings.append(
+            f"{what}: trained with other values of MODEL keys: {summarize_names(others, 20)}. Fix: "
+            "set them as in the checkpoint, unless the change is intended."
+        )
+    return errors, warnings
+
+
+def check_recorded_config(cfg: CfgNode, checkpoint: Checkpoint | None) -> None:
+    """Refuse a config with other preprocessing than that of the run that wrote a checkpoint.
+
+    Other MODEL keys that differ give a warning.
+    """
+    if checkpoint is None:
+        return
+    what = f"MODEL.WEIGHTS ('{checkpoint.address}')"
+    errors, warnings = check_against_record(cfg, checkpoint, what)
+    for text in warnings:
+        log.warning("%s", text)
+    for text in errors:
+        raise ConfigError(text)
