@@ -234,6 +234,8 @@ def _check_images(reader: _Reader, images: Sequence[dict]) -> dict[Any, dict]:
     by_id = {image["id"]: image for image in images}
     if not by_id:
         raise DataError("images: the list is empty")
+    if len({type(number) for number in by_id}) > 1:
+        raise DataError("images: some ids are numbers and some texts. Fix: number them from 1.")
     if len(by_id) < len(images):
         raise DataError("images: two have the same id")
     return by_id

@@ -136,7 +136,10 @@ def _areas(content: Any) -> tuple[list[float], np.ndarray]:
     if not np.isfinite(boxes).all():
         raise ValueError("bbox: not finite")
 
-    given = np.array([annotation.get("area") for annotation in annotations], float)
+    # NumPy would read a number from a text, which pycocotools cannot
+    values = [annotation.get("area") for annotation in annotations]
+    numbers = [value if isinstance(value, (int, float)) else np.nan for value in values]
+    given = np.array(numbers, float)
     is_crowd = np.array([bool(annotation.get("iscrowd")) for annotation in annotations], bool)
     return np.where(masks > 0, masks, boxes).tolist(), wrong_areas(
         given, boxes, masks
@@ -197,7 +200,7 @@ def content_to_records(content: Any, image_root: str) -> list[dict[str, Any]]:
     """
     indices = {number: index for index, number in enumerate(sorted(category_names(content)))}
     by_image: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for annotation in content["annotations"]:
+    for annotation in content.get("annotations", ()):  # the official test images have none
         record = _object_record(annotation)
         if record is not None:
             record["category_id"] = indices[annotation["category_id"]]
@@ -220,10 +223,10 @@ def _object_record(annotation: dict[str, Any]) -> dict[str, Any] | None:
     record = {field: annotation[field] for field in _RECORD_FIELDS if field in annotation}
     record["bbox_mode"] = BoxMode.XYWH_ABS
 
-    mask = annotation.get("segmentation")
+    mask = annotation.get("segmentation") or None
     if isinstance(mask, dict) and isinstance(mask["counts"], list):
         mask = mask_util.frPyObjects(mask, *mask["size"])
-    elif isinstance(mask, list) and mask:
+    elif isinstance(mask, list):
         mask = [polygon for polygon in mask if is_polygon(polygon)]
         if not mask:
             return None
@@ -282,7 +285,8 @@ def records_to_content(
 
 def _xywh(annotation: dict[str, Any]) -> list[float] | None:
     """Return the box of an object as x, y, width, height; None if it has another format."""
-    mode, box = annotation.get("bbox_mode"), list(annotation["bbox"])
+    mode = annotation.get("bbox_mode")
+    box = list(annotation.get("bbox", ()))
     if mode == BoxMode.XYXY_ABS and len(box) == 4:  # BoxMode.convert would round to float32
         x0, y0, x1, y1 = box
         return [x0, y0, x1 - x0, y1 - y0]

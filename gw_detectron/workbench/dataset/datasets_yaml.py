@@ -83,10 +83,10 @@ def _read_dataset(given: Any, role: str, name: str, path: str) -> CocoDataset:
         check_fraction(given["val_fraction"], f"'{path}', {key}.val_fraction")
 
     folder = os.path.dirname(path)
-    absolute = {
-        part: os.path.abspath(os.path.join(folder, os.path.expanduser(given[part])))
-        for part in _PATHS
-    }
+    absolute = {}
+    for part in _PATHS:
+        path = os.path.expanduser(given[part])
+        absolute[part] = path if "://" in path else os.path.abspath(os.path.join(folder, path))
     return CocoDataset(**given | absolute)
 
 

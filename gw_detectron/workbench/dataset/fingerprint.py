@@ -119,7 +119,7 @@ def read_fingerprint(*contents: Any) -> Fingerprint:
                     continue
                 size = _clipped(record.get("bbox"), sizes[image])
                 if size is not None:
-                    area = record.get("area") or size[0] * size[1]
+                    area = float(record.get("area") or size[0] * size[1])
                     rows.append((*size, area, image, category))
                     masks[_mask_kind(record.get("segmentation"))] += 1
     except MALFORMED as error:

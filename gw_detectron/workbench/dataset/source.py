@@ -1,9 +1,10 @@
-"""The datasets of a run: each COCO file is opened once, and handed on by the name of its dataset.
+"""The datasets of a run: each COCO file is opened once per start, and handed on by its name.
 
 :func:`register_datasets` opens files where the flags are read. The recipe, the checks, the training and the evaluation
 find the open :class:`CocoSource` by :func:`opened`, as they find its records in Detectron2's ``DatasetCatalog``.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
 
 from ...atomic import atomic_write
 from ...errors import ConfigError, DataError
+from ...weights.reading import sha256_of
 from .coco_content import (
     MALFORMED,
     category_names,
@@ -123,9 +125,24 @@ class CocoSource:
         path = Path(self.dataset.json)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(self._content))
+            temporary.write_bytes(self._text())
         self._is_written = True
         log.info("'%s': written from '%s'", path, self.origin)
+
+    def begin(self) -> None:
+        """Write the file when the run begins, which has the records, and release the content."""
+        self.waits = False
+        self.write()
+        self._content = None
+
+    def sha256(self) -> str:
+        """Return the digest of the file, also before it is written."""
+        if self._is_written:
+            return sha256_of(self.dataset.json)
+        return hashlib.sha256(self._text()).hexdigest()
+
+    def _text(self) -> bytes:
+        return json.dumps(self._content).encode()
 
 
 def open_coco(dataset: CocoDataset) -> CocoSource:
@@ -145,7 +162,7 @@ def opened(name: str) -> CocoSource | None:
 
 
 def open_registered(name: str, *, evaluated: bool = False) -> CocoSource | None:
-    """Return the source of any registered dataset; None if it has no boxes in COCO's sense.
+    """Return the source of any registered dataset; None if its records have no boxes.
 
     Datasets that Detectron2 or the user's program has registered are read from their json, or from their records, which
     have the fields that an evaluation needs if they are ``evaluated``.
@@ -212,7 +229,8 @@ def _open_all(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, C
     files: dict[str, tuple[Any, Exception | None]] = {}
     classes: dict[int, str] = {}  # of the first file that can be read, from the training on
     for role, named in vars(datasets).items():
-        for name, dataset in named.items():
+        for name, given in named.items():
+            dataset = replace(given, json=_absolute(given.json), images=_absolute(given.images))
             if dataset.json not in files:
                 files[dataset.json] = _try_read(dataset)
             content, error = files[dataset.json]
@@ -233,6 +251,11 @@ def _open_all(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, C
                 yield role, name, CocoSource(dataset, content, error=error)
             else:
                 yield role, name, _derived(name, dataset, completed, folder, notes)
+
+
+def _absolute(path: str) -> str:
+    """Return the absolute path of a local file or folder, which a record elsewhere can name."""
+    return path if "://" in path else os.path.abspath(path)
 
 
 def _try_read(dataset: CocoDataset) -> tuple[Any, Exception | None]:
@@ -263,8 +286,9 @@ def _category_keypoints(content: Any) -> list[str]:
         lists = [c["keypoints"] for c in content["categories"] if c.get("keypoints")]
     except MALFORMED:
         return []
-    is_usable = bool(lists) and all(isinstance(name, str) for name in lists[0])
-    return list(lists[0]) if is_usable and all(names == lists[0] for names in lists) else []
+    first = lists[0] if lists else []
+    is_names = isinstance(first, list) and all(isinstance(name, str) for name in first)
+    return first if is_names and all(names == first for names in lists) else []
 
 
 def _derived(

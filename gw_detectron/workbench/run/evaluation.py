@@ -92,6 +92,9 @@ def build_coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEva
 
     The records of a Python function are converted anew, not taken from an earlier file.
     """
+    source = opened(name)
+    if source is not None:
+        source.write()
     metadata = MetadataCatalog.get(name)
     if not metadata.get("json_file", CONVERTED).endswith(CONVERTED):
         return DenseCOCOEvaluator(name, output_dir=folder, **options)

@@ -33,7 +33,7 @@ _DETECTORS = (
 # Detectron2 would reuse the converted annotations even if the dataset has changed.
 _EVALUATION = (f"inference/{PREDICTIONS}", "inference/config.yaml", f"inference/*{CONVERTED}*")
 # config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own. So does log.txt.
-_RUN = ("last_checkpoint", "model_*.pth", METRICS, "events.out.tfevents.*", "*_run.txt")
+_RUN = ("last_checkpoint", "model_*.pth", METRICS, "events.out.tfevents.*")
 _FOLDERS = ("inference", "inference_TTA", "report")
 
 
@@ -130,32 +130,40 @@ def earlier_run(folder: str) -> str:
 
 
 def stale_output(
-    folder: str, *, metrics: bool = False, everything: bool = False, needed: str = ""
+    folder: str,
+    *,
+    metrics: bool = False,
+    best: bool = False,
+    everything: bool = False,
+    needed: Iterable[str] = (),
 ) -> list[Path]:
     """Return the files that a report would take for the new run's, and that the run removes when it begins.
 
-    These are results of an evaluation, on request also the ``metrics``, to which a new run would append, or
-    ``everything`` of an earlier run but its log. The checkpoint that is ``needed`` by the new run is left out. If
-    commands would take it for the new run's, or it is in a folder to remove, it is a ConfigError.
+    These are results of an evaluation, on request also the ``metrics``, to which a new run would
+    append, the ``best`` weights of a run without a checkpoint, or ``everything`` of an earlier run
+    but its log. A checkpoint that is ``needed`` by the new run is left out. If commands would take it
+    for the new run's, or a needed file is in a folder to remove, it is a ConfigError.
     """
     patterns = list(_EVALUATION)
     if metrics:
-        # the best weights: of a run that was killed before its first checkpoint
-        patterns += [METRICS, f"inference/{BEST_PREDICTIONS}", BEST_CHECKPOINT]
+        patterns += [METRICS, f"inference/{BEST_PREDICTIONS}"]
+    if best:
+        patterns.append(BEST_CHECKPOINT)
     if everything:
         patterns += [*_RUN, *_FOLDERS]
 
-    kept = Path(needed).resolve() if needed else None
+    kept = [Path(path).resolve() for path in needed]
     stale = []
     for path in dict.fromkeys(
         path for pattern in patterns for path in Path(folder).glob(pattern)
     ):
-        if kept is None or not kept.is_relative_to(path.resolve()):
+        inside = [file for file in kept if file.is_relative_to(path.resolve())]
+        if not inside:
             stale.append(path)
-        elif path.is_dir() or path.name == BEST_CHECKPOINT:
+        elif path.is_dir() or path.name in _DETECTORS:
             raise ConfigError(
-                f"--overwrite: would remove '{path}', but the run reads '{kept}'. Fix: move the file "
-                "elsewhere, or give another OUTPUT_DIR."
+                f"--overwrite: would remove '{path}', but the run reads '{inside[0]}'. Fix: move the "
+                "file elsewhere, or give another OUTPUT_DIR."
             )
     return stale
 

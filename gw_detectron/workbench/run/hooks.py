@@ -30,6 +30,7 @@ from ...norms.listing import is_synchronized
 from ...weights import RUN_RECORD_KEY, GWDetectionCheckpointer
 from ...weights.opening import BEST_CHECKPOINT
 from ...weights.reading import sha256_of
+from ..dataset.source import opened
 from ..signals import TERMINATING, Interrupted, signals_handled
 from .folder import BEST_PREDICTIONS, PREDICTIONS
 
@@ -300,8 +301,7 @@ class BestWeights(BestCheckpointer):
         self._waited = 0  # evaluations since the best one
         self._note_state()
 
-        files = [MetadataCatalog.get(name).get("json_file") for name in cfg.DATASETS.TEST]
-        self._data = [sha256_of(file) for file in files if file and os.path.isfile(file)]
+        self._data = [digest for name in cfg.DATASETS.TEST if (digest := _digest(name))]
         self._best_predictions = Path(cfg.OUTPUT_DIR, "inference", BEST_PREDICTIONS)
 
     def before_train(self) -> None:
@@ -384,6 +384,15 @@ class BestWeights(BestCheckpointer):
                 self._val_metric
             ]
             self._note_state()
+
+
+def _digest(dataset: str) -> str:
+    """Return the digest of a dataset's annotations, "" if they are in no local file."""
+    source = opened(dataset)
+    if source is not None:
+        return source.sha256()
+    file = MetadataCatalog.get(dataset).get("json_file")
+    return sha256_of(file) if file and os.path.isfile(file) else ""
 
 
 class _BestCheckpointer(GWDetectionCheckpointer):

@@ -110,11 +110,12 @@ class TrackerWriter(EventWriter):
     """Log scalars to the tracker ``TRACKER``, with the config of the run.
 
     An error of the tracker does not end the run. A file in ``OUTPUT_DIR`` names the tracker's run,
-    which a resumed one continues. The tracker's own environment variables choose server and project
+    which a resumed one continues, unless the run is ``new``. The tracker's own environment
+    variables choose server and project
     (``WANDB_PROJECT``, ``TRACKIO_PROJECT``, ``MLFLOW_EXPERIMENT_NAME``).
     """
 
-    def __init__(self, cfg: CfgNode) -> None:
+    def __init__(self, cfg: CfgNode, *, new: bool = False) -> None:
         name = cfg.TRACKER
         if name not in TRACKERS:
             raise ConfigError(
@@ -123,7 +124,7 @@ class TrackerWriter(EventWriter):
         require_packages(f"TRACKER ({name!r})", name)
 
         file = Path(cfg.OUTPUT_DIR, f"{name}_run.txt")
-        known = file.read_text() if file.is_file() else ""
+        known = file.read_text() if file.is_file() and not new else ""
         try:
             start = self._start_mlflow if name == "mlflow" else self._start_other
             known = start(cfg, known)

@@ -104,8 +104,8 @@ def _check_unseen(given: CocoDatasets, fraction: float, config_file: str) -> Non
     ]
     files = {os.path.realpath(dataset.json) for dataset in trained}
     seen: set[str] = set()
-    with contextlib.suppress(OSError, DataError, *MALFORMED):
-        for dataset in trained:
+    for dataset in trained:
+        with contextlib.suppress(OSError, DataError, *MALFORMED):
             seen |= _image_paths(read_json(dataset.json), dataset.images)
 
     for name, dataset in given.val.items():

@@ -15,14 +15,14 @@ from detectron2.utils import comm
 from detectron2.utils.collect_env import collect_env_info
 from detectron2.utils.env import seed_all_rng
 
-from ...atomic import atomic_write
+from ...atomic import atomic_write, remove_unfinished
 from ...config import changed_config
 from ...errors import ConfigError
 from ...weights import LazyCheckpoint, open_start_weights
 from ...weights.opening import local_file
 from ..dataset.dataset_checks import CheckReport
 from ..dataset.datasets_yaml import record_datasets
-from ..dataset.source import opened, registered_datasets
+from ..dataset.source import CocoSource, opened, registered_datasets
 from .checks import check_run
 from .folder import check_output, lock_output, remove_files, stale_output
 from .logs import log_to
@@ -39,13 +39,18 @@ class RunStart:
     weights: LazyCheckpoint
     lock: contextlib.ExitStack  # of the folder; closing it lets another training start there
     stale: list[Path]  # files of an earlier run or evaluation
+    overwrites: bool  # the earlier run goes
 
     def begin(self) -> None:
-        """Remove stale files, then write ``config.yaml`` and ``datasets.yaml``."""
+        """Remove stale files, then write ``config.yaml``, ``datasets.yaml`` and derived datasets."""
         with in_all_processes():
             if comm.is_main_process():
                 remove_files(self.stale)
+                remove_unfinished(os.path.join(self.cfg.OUTPUT_DIR, "datasets"))
                 _write_record(self.cfg, self.cfg.OUTPUT_DIR)
+        with in_all_processes():  # another machine may not share the folder
+            for source in _sources(self.cfg):
+                source.begin()
 
 
 def start_run(
@@ -99,23 +104,29 @@ def start_run(
                 lock.enter_context(lock_output(folder))
             stale: list[Path] = []
             if is_main:
+                origins = [source.origin for source in _sources(cfg)]
                 stale = stale_output(
                     folder,
                     metrics=not (eval_only or weights.resumed),
+                    best=bool(resume) and not (eval_only or weights.resumed),
                     everything=overwrite,
-                    needed=local_file(weights.address),
+                    needed=filter(None, [local_file(weights.address), *origins]),
                 )
-        for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
-            source = opened(name)
-            if source is not None:
-                source.waits = not eval_only
+        for source in _sources(cfg):
+            source.waits = not eval_only
         with in_all_processes():
             _log_to_folder(cfg, eval_only=eval_only)
             if eval_only:
                 _begin_evaluation(cfg, weights, stale)
         for warning in report.errors + report.warnings:
             log.warning(warning)
-        return RunStart(cfg, weights, lock.pop_all(), stale)
+        return RunStart(cfg, weights, lock.pop_all(), stale, overwrite)
+
+
+def _sources(cfg: CfgNode) -> list[CocoSource]:
+    """Return the open datasets of a run."""
+    names = dict.fromkeys((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
+    return [source for name in names if (source := opened(name)) is not None]
 
 
 def _log_to_folder(cfg: CfgNode, *, eval_only: bool) -> None:

@@ -103,11 +103,12 @@ def _resolved(request: RunRequest) -> RunRequest:
     config_file, opts = request.config_file, request.opts
     if request.run:
         weights = detector_file(request.run)
-        folder = os.path.dirname(weights) or "."
-        config_file = config_file or os.path.join(folder, "config.yaml")
         if request.eval_only:
             opts = ("MODEL.WEIGHTS", weights, *opts)
-        opts = ("OUTPUT_DIR", folder, *opts)
+        if "://" not in weights:
+            folder = os.path.dirname(weights) or "."
+            config_file = config_file or os.path.join(folder, "config.yaml")
+            opts = ("OUTPUT_DIR", folder, *opts)
     if request.auto and not config_file:
         depth = 50 if request.num_gpus else 18
         config_file = f"Own-Data/own_mask_rcnn_R_{depth}_FPN_GW.yaml"
@@ -127,7 +128,7 @@ def _resolved(request: RunRequest) -> RunRequest:
 
 
 def _scale_steps(cfg: CfgNode, max_iter: int) -> None:
-    """Move the drops of the learning rate with a shortened schedule of ``max_iter``, if one is lost."""
+    """Move the drops of the learning rate if the schedule, of ``max_iter``, was shortened below one."""
     steps = cfg.SOLVER.STEPS
     if cfg.SOLVER.MAX_ITER <= max(steps, default=0) < max_iter:
         scaled = {step * cfg.SOLVER.MAX_ITER // max_iter for step in steps}

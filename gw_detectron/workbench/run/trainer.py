@@ -279,7 +279,7 @@ class Trainer(DefaultTrainer):
         end_last_line(Path(self.cfg.OUTPUT_DIR, METRICS))
         writers = super().build_writers()
         if self.cfg.TRACKER:
-            writers.append(TrackerWriter(self.cfg))
+            writers.append(TrackerWriter(self.cfg, new=self._start.overwrites))
         return writers
 
     def state_dict(self) -> dict[str, Any]:

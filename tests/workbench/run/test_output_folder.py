@@ -166,7 +166,7 @@ def test_the_files_of_a_run_are_deleted_and_no_others(earlier, address):
     weights = local_file(address.format(earlier / "model_0000009.pth"))
     before = names(earlier)
 
-    stale = stale_output(str(earlier), everything=True, needed=weights)
+    stale = stale_output(str(earlier), everything=True, needed=[weights])
     assert names(earlier) == before
 
     remove_files(stale)
@@ -189,7 +189,7 @@ def test_a_new_run_deletes_the_metrics_and_the_earlier_evaluation(earlier):
         (inference / name).touch()
     before = names(earlier)
 
-    clear(earlier, metrics=True, needed=str(inference / "config.yaml"))
+    clear(earlier, metrics=True, needed=[str(inference / "config.yaml")])
     assert names(earlier) == before
     assert (earlier / "metrics.json").read_text() == ""
     assert names(inference) == ["config.yaml", "other.json"]
@@ -210,7 +210,7 @@ def test_nothing_is_deleted_if_the_run_reads_a_file_that_cannot_stay(earlier, na
     before = sorted(earlier.rglob("*"))
 
     with pytest.raises(ConfigError, match=f"--overwrite: .*{name}"):
-        stale_output(str(earlier), everything=True, needed=str(earlier / name))
+        stale_output(str(earlier), everything=True, needed=[str(earlier / name)])
 
     assert sorted(earlier.rglob("*")) == before
 
