@@ -28,7 +28,9 @@ from .table import Row, Table, plot, summary, write_csv
 
 def get_parser() -> argparse.ArgumentParser:
     """Build the parser of this tool."""
-    parser = new_parser(__doc__, "layer --device cpu", "detector output/mine output/other")
+    parser = new_parser(
+        __doc__, "layer --device cpu", "detector output/mine output/other"
+    )
     kinds = parser.add_subparsers(
         dest="kind", required=True, metavar="layer|model|detector|kernels"
     )
@@ -53,7 +55,12 @@ def get_parser() -> argparse.ArgumentParser:
         help="multiply the samples of each shape",
     )
     layer.add_argument(
-        "--modes", nargs="+", default=modes, choices=modes, metavar="MODE", help=" ".join(modes)
+        "--modes",
+        nargs="+",
+        default=modes,
+        choices=modes,
+        metavar="MODE",
+        help=" ".join(modes),
     )
     model = kinds.add_parser(
         "model", help="training iterations, as multiples of the network with BN"
@@ -67,10 +74,16 @@ def get_parser() -> argparse.ArgumentParser:
         help=" ".join(MODELS),
     )
     model.add_argument(
-        "--variants", nargs="+", metavar="NAME", help="default: all; BN is always measured"
+        "--variants",
+        nargs="+",
+        metavar="NAME",
+        help="default: all; BN is always measured",
     )
     model.add_argument(
-        "--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="bf16, fp16: autocast"
+        "--dtype",
+        default="fp32",
+        choices=("fp32", "bf16", "fp16"),
+        help="bf16, fp16: autocast",
     )
     for name, value in vars(Sizes()).items():
         model.add_argument(
@@ -86,7 +99,9 @@ def get_parser() -> argparse.ArgumentParser:
     detector.add_argument(
         "detectors", nargs="+", metavar="MODEL", help="run folder or checkpoint"
     )
-    detector.add_argument("--image", default="", metavar="FILE", help="default: a drawn scene")
+    detector.add_argument(
+        "--image", default="", metavar="FILE", help="default: a drawn scene"
+    )
     kernels = kinds.add_parser(
         "kernels", help="each Triton kernel, beside a copy of as many bytes"
     )
@@ -182,7 +197,9 @@ def _rows(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
             args.shapes or KERNEL_SHAPES, args.dtypes, *numbers, device, *options
         )
     cases = [
-        Case((n * args.batch_scale, *sides), dtype, mode, device, args.groups, args.iters)
+        Case(
+            (n * args.batch_scale, *sides), dtype, mode, device, args.groups, args.iters
+        )
         for dtype in args.dtypes
         for mode in args.modes
         for n, *sides in args.shapes or SHAPES

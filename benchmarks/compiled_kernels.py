@@ -50,8 +50,12 @@ def layer_launches(
     dy = torch.ones_like(x)
     with torch.no_grad(), recorded(execute=execute) as recording:
         solution = kernels.solution_for(x, groups, iters)
-        y, mean, sigma = kernels.forward(x, weight, weight, groups, iters, 1e-5, relu, solution)
-        kernels.backward(dy, y if relu else None, x, mean, sigma, weight, iters, solution)
+        y, mean, sigma = kernels.forward(
+            x, weight, weight, groups, iters, 1e-5, relu, solution
+        )
+        kernels.backward(
+            dy, y if relu else None, x, mean, sigma, weight, iters, solution
+        )
     return recording.launches
 
 
@@ -83,12 +87,16 @@ def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
             signature[parameter.name] = "fp32"
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    binary = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options=options
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
         command = [str(compiler_tool("cuobjdump")), "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout
     registers, stack = (
         int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK")
     )
@@ -102,7 +110,9 @@ def compiler_tool(name: str) -> Path:
         MissingPackageError: there is none.
     """
     place = (
-        Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name if triton else None
+        Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+        if triton
+        else None
     )
     if place is not None and place.exists():
         return place

@@ -15,11 +15,15 @@ from gw_detectron.installation import __version__, git_commit, package_versions
 def select_device(name: str | None) -> torch.device:
     """Return the device ``cpu`` or ``cuda``; None selects the GPU if there is one."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device ('cuda'): torch finds no CUDA device. Fix: use cpu.")
+        raise ConfigError(
+            "--device ('cuda'): torch finds no CUDA device. Fix: use cpu."
+        )
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def describe(device: torch.device, dtypes: Iterable[str], command: str) -> dict[str, str]:
+def describe(
+    device: torch.device, dtypes: Iterable[str], command: str
+) -> dict[str, str]:
     """Return the header of a table. Host and user names are not included."""
     header = {
         "command": command,
@@ -55,5 +59,9 @@ def cpu_name() -> str:
     """Return the name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else ()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    names = (
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith("model name")
+    )
     return next(names, platform.processor() or "unknown")

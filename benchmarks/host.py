@@ -88,7 +88,9 @@ def main() -> None:
     for shape in SHAPES:
         for layer in (GroupWhitening2d(shape[1]), torch.nn.GroupNorm(32, shape[1])):
             print(
-                "x".join(map(str, shape)), f"{type(layer).__name__:16}", _measure(layer, shape)
+                "x".join(map(str, shape)),
+                f"{type(layer).__name__:16}",
+                _measure(layer, shape),
             )
 
 

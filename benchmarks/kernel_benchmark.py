@@ -98,7 +98,8 @@ def measure_kernels(
             variants.items(), desc=" ".join(key.values()), unit="kernel"
         ):
             found = {
-                setting: _compiled(launch, capability) for setting, launch in launches.items()
+                setting: _compiled(launch, capability)
+                for setting, launch in launches.items()
             }
             runnable = {
                 setting: launches[setting]
@@ -128,7 +129,9 @@ def moved_bytes(launch: Launch) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _variants(x: Tensor, groups: int, iters: int, tune: bool) -> dict[str, dict[str, Launch]]:
+def _variants(
+    x: Tensor, groups: int, iters: int, tune: bool
+) -> dict[str, dict[str, Launch]]:
     """Return the launches of a layer by kernel and setting; "" is the setting of the code."""
     launch_all = partial(layer_launches, x, groups, iters=iters)
     variants = {
@@ -158,7 +161,9 @@ def _variants(x: Tensor, groups: int, iters: int, tune: bool) -> dict[str, dict[
 
 def _numbers(launch: Launch) -> tuple[Any, ...]:
     """Return what tells two launches of a kernel apart."""
-    plain = [value for value in launch.arguments.values() if not isinstance(value, Tensor)]
+    plain = [
+        value for value in launch.arguments.values() if not isinstance(value, Tensor)
+    ]
     return (launch.grid, launch.warps, launch.stages, *plain)
 
 
@@ -192,7 +197,9 @@ def _times(
         except ERRORS as error:  # too much shared memory for the device
             notes[setting] = {"note": note_of(error)}
     size = moved_bytes(launches[""]) // 2
-    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    source, target = (
+        torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)
+    )
     times = time_alternating(
         steps | {"copy": Step(partial(target.copy_, source))}, repeats, device, name
     )

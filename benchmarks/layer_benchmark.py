@@ -108,11 +108,16 @@ def _memory(case: Case, providers: Sequence[str]) -> dict[str, dict[str, Any]]:
     def measure(provider: str) -> dict[str, Any]:
         module = case.build(provider)
         return memory_cells(
-            lambda: case.apply(module, x), layer_step(module, x, case), module, case.device
+            lambda: case.apply(module, x),
+            layer_step(module, x, case),
+            module,
+            case.device,
         )
 
     found = {
-        name: _try(name, partial(measure, name)) for name in providers if name != "floor"
+        name: _try(name, partial(measure, name))
+        for name in providers
+        if name != "floor"
     }  # which saves nothing
     if baseline := found.get("group_norm", {}).get("saved_mib"):
         for cells in found.values():

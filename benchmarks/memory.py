@@ -37,7 +37,9 @@ def saved_bytes(forward: Callable[[], object], module: nn.Module) -> int:
         forward: runs the pass with gradients and returns its result.
         module: the module that it runs.
     """
-    excluded = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    excluded = {
+        _storage(tensor) for tensor in (*module.parameters(), *module.buffers())
+    }
     saved: list[
         Tensor
     ] = []  # kept alive until all are counted, so that no address is used twice

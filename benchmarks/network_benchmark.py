@@ -37,7 +37,8 @@ MODELS: dict[str, dict[str, Variant]] = {
     "X-50-32x4d": _OTHERS,
     "X-101-32x8d": _OTHERS,
     "mask_rcnn_R-50": {
-        norm: Variant(config=_MASK_RCNN.format(norm)) for norm in ("FrozenBN", "GN", "GW")
+        norm: Variant(config=_MASK_RCNN.format(norm))
+        for norm in ("FrozenBN", "GN", "GW")
     },
     "R-50-inference": _BN | _GN | {"GW-S1-B2": _GW["GW-S1-B2"]},
 }
@@ -94,12 +95,16 @@ def measure_networks(
             if chosen[name].config:
                 batch, sides = sizes.detector_batch, sizes.detector_sides
             row: dict[str, Any] = {"model": model, "variant": name, "dtype": dtype}
-            row |= {"batch": str(batch), "image": "x".join(map(str, sides))} | times[name]
+            row |= {"batch": str(batch), "image": "x".join(map(str, sides))} | times[
+                name
+            ]
             row["to_bn"] = times[name]["median_ms"] / times[first]["median_ms"]
             if name in paper:
                 row["paper_to_bn"] = paper[name] / paper["BN"]
             if iteration.forward:
-                row |= memory_cells(iteration.forward, iteration.step, iteration.model, device)
+                row |= memory_cells(
+                    iteration.forward, iteration.step, iteration.model, device
+                )
                 saved[name] = row["saved_mib"]
                 row["saved_to_bn"] = saved[name] / saved[first]
             yield row
@@ -111,7 +116,10 @@ def _build(
     torch.manual_seed(0)
     if variant.config:
         return detector(variant, sizes, PRECISIONS[dtype], device)
-    architecture, training = model.removesuffix("-inference"), not model.endswith("-inference")
+    architecture, training = (
+        model.removesuffix("-inference"),
+        not model.endswith("-inference"),
+    )
     return classifier(
         architecture, variant, sizes, PRECISIONS[dtype], device, training=training
     )

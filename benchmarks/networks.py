@@ -104,8 +104,12 @@ def classifier(
         conv=variant.conv,
     )
     stages = [list(stage) for stage in backbone.stages]
-    model = ResNet(backbone.stem, stages, num_classes=CLASSES).to(device).train(training)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=1e-4)
+    model = (
+        ResNet(backbone.stem, stages, num_classes=CLASSES).to(device).train(training)
+    )
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.0, momentum=0.9, weight_decay=1e-4
+    )
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(
         sizes.batch_size, 3, sizes.image_size, sizes.image_size, generator=generator
@@ -124,7 +128,9 @@ def classifier(
         with precision.context(device):
             return F.cross_entropy(model(images)["linear"], labels)
 
-    return Iteration(_training_step(forward, optimizer, precision, device), model, forward)
+    return Iteration(
+        _training_step(forward, optimizer, precision, device), model, forward
+    )
 
 
 def detector(
@@ -157,7 +163,9 @@ def detector_training(cfg: CfgNode, sizes: Sizes, precision: Precision) -> Itera
         with EventStorage(), precision.context(device):
             return sum(model(batch).values())
 
-    return Iteration(_training_step(forward, optimizer, precision, device), model, forward)
+    return Iteration(
+        _training_step(forward, optimizer, precision, device), model, forward
+    )
 
 
 def random_batch(cfg: CfgNode, sizes: Sizes) -> list[dict[str, Any]]:
@@ -180,8 +188,12 @@ def random_batch(cfg: CfgNode, sizes: Sizes) -> list[dict[str, Any]]:
         instances.gt_masks = PolygonMasks(
             [[np.array([x0, y0, x1, y0, x1, y1, x0, y1])] for x0, y0, x1, y1 in boxes]
         )
-        image = torch.as_tensor(rng.integers(0, 256, (3, height, width), dtype=np.uint8))
-        batch.append({"image": image, "height": height, "width": width, "instances": instances})
+        image = torch.as_tensor(
+            rng.integers(0, 256, (3, height, width), dtype=np.uint8)
+        )
+        batch.append(
+            {"image": image, "height": height, "width": width, "instances": instances}
+        )
     return batch
 
 

@@ -29,7 +29,9 @@ class Precision(NamedTuple):
     autocast: bool
 
     def context(self, device: torch.device) -> AbstractContextManager:
-        return torch.autocast(device.type, self.dtype) if self.autocast else nullcontext()
+        return (
+            torch.autocast(device.type, self.dtype) if self.autocast else nullcontext()
+        )
 
 
 PRECISIONS = {
@@ -129,11 +131,17 @@ class Figure1Whitening(nn.Module):
         x_c = x_g - x_g.mean(-1, keepdim=True)
         sigma = x_c.matmul(x_c.transpose(1, 2)) / x_g.shape[-1]
         zeros = torch.zeros_like(sigma)
-        p = torch.eye(self.num_groups, dtype=x.dtype, device=x.device).expand(sigma.shape)
-        inverse_trace = torch.addcmul(zeros, sigma, p).sum((1, 2), keepdim=True).reciprocal()
+        p = torch.eye(self.num_groups, dtype=x.dtype, device=x.device).expand(
+            sigma.shape
+        )
+        inverse_trace = (
+            torch.addcmul(zeros, sigma, p).sum((1, 2), keepdim=True).reciprocal()
+        )
         sigma_n = torch.addcmul(zeros, sigma, inverse_trace)
         for _ in range(self.num_iters):
-            p = torch.baddbmm(p, torch.matrix_power(p, 3), sigma_n, beta=1.5, alpha=-0.5)
+            p = torch.baddbmm(
+                p, torch.matrix_power(p, 3), sigma_n, beta=1.5, alpha=-0.5
+            )
         whitening = torch.addcmul(zeros, p, inverse_trace.sqrt())
         return whitening.matmul(x_c).view_as(x) * self.weight + self.bias
 
@@ -144,7 +152,9 @@ def _ours(case: Case) -> nn.Module:
 
 def _ours_relu(case: Case) -> nn.Module:
     layer = _ours(case)
-    layer.forward = functools.partial(layer.forward, relu=True)  # the ReLU is fused at the call
+    layer.forward = functools.partial(
+        layer.forward, relu=True
+    )  # the ReLU is fused at the call
     return layer
 
 
@@ -183,7 +193,10 @@ PROVIDERS: dict[str, tuple[str, Callable[[Case], nn.Module] | None]] = {
         "the 3x3 convolution before the layer, C to C; float32 is tf32 on a GPU, as torch chooses",
         _conv3x3,
     ),
-    "floor": ("only the matrix products on a CPU, a copy of GroupNorm's bytes on a GPU", None),
+    "floor": (
+        "only the matrix products on a CPU, a copy of GroupNorm's bytes on a GPU",
+        None,
+    ),
 }
 #: measured only if asked for
 OPTIONAL = ("figure1_compiled",)
@@ -195,7 +208,9 @@ def layer_step(module: nn.Module, x: Tensor, case: Case) -> Step:
         return Step(torch.no_grad()(lambda: case.apply(module, x)))
     output = case.apply(module, x)
     generator = torch.Generator(case.device).manual_seed(1)
-    grad = torch.randn(output.shape, generator=generator, device=case.device).to(output.dtype)
+    grad = torch.randn(output.shape, generator=generator, device=case.device).to(
+        output.dtype
+    )
 
     def forward_backward() -> Tensor:
         y = case.apply(module, x)
@@ -260,7 +275,12 @@ def products(x: Tensor, groups: int, iters: int, mode: str) -> Step:
             return sigma, y
         grad_whitening = torch.bmm(dy, x_g.mT)
         solve(SOLVER_PRODUCTS[mode] - SOLVER_PRODUCTS["forward"])
-        return sigma, y, grad_whitening, torch.baddbmm(torch.bmm(whitening, dy), whitening, x_g)
+        return (
+            sigma,
+            y,
+            grad_whitening,
+            torch.baddbmm(torch.bmm(whitening, dy), whitening, x_g),
+        )
 
     return Step(run)
 

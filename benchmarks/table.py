@@ -45,7 +45,10 @@ class Table:
     def numbers(self) -> list[str]:
         """The columns of numbers, in the order of their first value."""
         found = dict.fromkeys(
-            name for row in self.rows for name, value in row.items() if value is not None
+            name
+            for row in self.rows
+            for name, value in row.items()
+            if value is not None
         )
         return [name for name in found if name not in (*self.key, "note")]
 
@@ -65,7 +68,9 @@ def write_csv(table: Table, path: Path) -> None:
     writer.writerow(columns)
     for row in table.rows:
         cells = [row.get(column) for column in columns]
-        writer.writerow([f"{cell:.5g}" if isinstance(cell, float) else cell for cell in cells])
+        writer.writerow(
+            [f"{cell:.5g}" if isinstance(cell, float) else cell for cell in cells]
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as temporary:
         temporary.write_text(text.getvalue(), encoding="utf-8")
@@ -100,9 +105,14 @@ def read_csv(path: str | os.PathLike[str]) -> Table:
                 name: cell if name in text else float(cell) if cell else None
                 for name, cell in cells.items()
             }
-            for cells in csv.DictReader(line for line in lines if not line.startswith("#"))
+            for cells in csv.DictReader(
+                line for line in lines if not line.startswith("#")
+            )
         ]
-    except (TypeError, ValueError) as error:  # a missing cell, or text among the numbers
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # a missing cell, or text among the numbers
         raise DataError(f"table ('{path}'): {error}") from error
     return Table(kind, header, rows)
 
@@ -141,7 +151,9 @@ def geometric_means(rows: Sequence[Row], ratios: Sequence[str]) -> list[Row]:
 
 
 def _grid(rows: Sequence[Row], names: Sequence[str]) -> str:
-    shown = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
+    shown = [
+        name for name in names if any(row.get(name) not in (None, "") for row in rows)
+    ]
     from tabulate import tabulate  # not installed in every image for GPUs
 
     return tabulate(
@@ -168,7 +180,9 @@ def plot(table: Table, path: Path) -> None:
     for (name, rows), panel in zip(values.items(), axes[:, 0], strict=False):
         colors = {
             last: f"C{index % 10}"
-            for index, last in enumerate(dict.fromkeys(row[table.key[-1]] for row in rows))
+            for index, last in enumerate(
+                dict.fromkeys(row[table.key[-1]] for row in rows)
+            )
         }
         panel.barh(
             range(len(rows)),
@@ -185,9 +199,16 @@ def plot(table: Table, path: Path) -> None:
         panel.grid(axis="x", alpha=0.3)
         if max(row[name] for row in rows) > 20 * min(row[name] for row in rows):
             panel.set_xscale("log")
-    shown = {"machine": "{}", "threads": "{} threads", "torch": "torch {}", "settings": "{}"}
+    shown = {
+        "machine": "{}",
+        "threads": "{} threads",
+        "torch": "torch {}",
+        "settings": "{}",
+    }
     title = ", ".join(
-        form.format(table.header[name]) for name, form in shown.items() if name in table.header
+        form.format(table.header[name])
+        for name, form in shown.items()
+        if name in table.header
     )
     figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)

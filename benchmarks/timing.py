@@ -14,9 +14,7 @@ from gw_detectron.workbench.console import progress_bar
 
 #: untimed calls before the first timed one: libraries choose algorithms, kernels are compiled
 WARM_UP = 3
-_HEAD_START = (
-    4_000_000  # cycles of a GPU, two milliseconds: longer than the host takes to launch a layer
-)
+_HEAD_START = 4_000_000  # cycles of a GPU, two milliseconds: longer than the host takes to launch a layer
 _FLUSH_BYTES = 256 * 2**20  # larger than the last-level cache of any GPU
 
 
@@ -83,8 +81,15 @@ def time_alternating(
         torch.cuda.synchronize(device)
     cells = {}
     for name, times in elapsed.items():
-        q20, median, q80 = np.quantile([time() for time in times], (0.2, 0.5, 0.8)).tolist()
-        cells[name] = {"repeats": repeats, "median_ms": median, "q20_ms": q20, "q80_ms": q80}
+        q20, median, q80 = np.quantile(
+            [time() for time in times], (0.2, 0.5, 0.8)
+        ).tolist()
+        cells[name] = {
+            "repeats": repeats,
+            "median_ms": median,
+            "q20_ms": q20,
+            "q80_ms": q80,
+        }
         if host[name]:
             cells[name]["host_ms"] = float(np.median(host[name]))
     return cells
@@ -101,7 +106,9 @@ def _time_cpu(step: Step) -> Callable[[], float]:
 def _time_cuda(step: Step, flush: Tensor, host: list[float]) -> Callable[[], float]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.zero_()
-    torch.cuda._sleep(_HEAD_START)  # else the events would be as far apart as the launches
+    torch.cuda._sleep(
+        _HEAD_START
+    )  # else the events would be as far apart as the launches
     start.record()
     before = perf_counter()
     step.run()

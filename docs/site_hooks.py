@@ -27,15 +27,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for pattern in (*PAGES, *LINKED):
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
-            files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+            files.append(
+                File(name, str(ROOT), config.site_dir, config.use_directory_urls)
+            )
     files.append(
         File.generated(
-            config, "quickstart.md", content=_notebook_page(ROOT / "docs" / "quickstart.ipynb")
+            config,
+            "quickstart.md",
+            content=_notebook_page(ROOT / "docs" / "quickstart.ipynb"),
         )
     )
     for module in re.findall(r"api/([\w.]+)\.md", json.dumps(config.nav)):
         files.append(
-            File.generated(config, f"api/{module}.md", content=f"# {module}\n\n::: {module}\n")
+            File.generated(
+                config, f"api/{module}.md", content=f"# {module}\n\n::: {module}\n"
+            )
         )
     return files
 
@@ -67,7 +73,9 @@ def _notebook_page(path: Path) -> str:
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
-        parts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+        parts.append(
+            f"```python\n{source}\n```" if cell["cell_type"] == "code" else source
+        )
     return "\n\n".join([*parts, f"[Download this notebook]({path.name})"])
 
 
@@ -80,8 +88,12 @@ class PlainRoles(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring:
-            text = re.sub(r"\.\. math::\s*((?:.+\n)*.+)", r"$$\n\1\n$$\n", obj.docstring.value)
-            text = re.sub(r"\.\. code-block:: (\w+)\n\n((?:    .*\n|\n)*    .*)", _fenced, text)
+            text = re.sub(
+                r"\.\. math::\s*((?:.+\n)*.+)", r"$$\n\1\n$$\n", obj.docstring.value
+            )
+            text = re.sub(
+                r"\.\. code-block:: (\w+)\n\n((?:    .*\n|\n)*    .*)", _fenced, text
+            )
             text = re.sub(r"\.\. (warning|note)::", r"!!! \1\n", text)
             text = re.sub(r":math:`([^`]+)`", r"$\1$", text)
             obj.docstring.value = re.sub(r":\w+:`[~.]*([^`]+)`", r"`\1`", text)

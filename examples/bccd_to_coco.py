@@ -19,17 +19,25 @@ from PIL import Image
 def convert(voc: Path, output: Path, max_side: int) -> None:
     (output / "images").mkdir(parents=True, exist_ok=True)
     records = {
-        path.stem: ElementTree.parse(path).getroot() for path in voc.glob("Annotations/*.xml")
+        path.stem: ElementTree.parse(path).getroot()
+        for path in voc.glob("Annotations/*.xml")
     }
     names = sorted(
-        {each.findtext("name", "") for root in records.values() for each in root.iter("object")}
+        {
+            each.findtext("name", "")
+            for root in records.values()
+            for each in root.iter("object")
+        }
     )
-    categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
+    categories = [
+        {"id": number, "name": name} for number, name in enumerate(names, start=1)
+    ]
     if not records:
         raise SystemExit(f"{voc / 'Annotations'}: no .xml files")
     photos = {path.stem: path for path in sorted(voc.glob("JPEGImages/*"))}
     lists = {
-        path.stem: path.read_text().split() for path in sorted(voc.glob("ImageSets/Main/*.txt"))
+        path.stem: path.read_text().split()
+        for path in sorted(voc.glob("ImageSets/Main/*.txt"))
     }
     # beside train.txt, Pascal VOC has lists of each class, such as cat_train.txt with 1 or -1 after each name
     lists = {
@@ -56,7 +64,10 @@ def convert(voc: Path, output: Path, max_side: int) -> None:
                     value * scale
                     for value in (max(box[0] - 1, 0), max(box[1] - 1, 0), *box[2:])
                 )
-                width, height = min(right, image["width"]) - x, min(bottom, image["height"]) - y
+                width, height = (
+                    min(right, image["width"]) - x,
+                    min(bottom, image["height"]) - y,
+                )
                 if width <= 0 or height <= 0:
                     print(
                         f"{name}: left out the box {box} of {each.findtext('name')}, which has no area"
@@ -72,8 +83,14 @@ def convert(voc: Path, output: Path, max_side: int) -> None:
                     "area": width * height,
                 }
                 # VOC neither trains on nor counts difficult objects, as COCO with crowds
-                annotations.append(found | {"iscrowd": int(each.findtext("difficult", "0"))})
-        content = {"images": images, "annotations": annotations, "categories": categories}
+                annotations.append(
+                    found | {"iscrowd": int(each.findtext("difficult", "0"))}
+                )
+        content = {
+            "images": images,
+            "annotations": annotations,
+            "categories": categories,
+        }
         (output / f"{split}.json").write_text(json.dumps(content))
         print(
             f"{output / split}.json: {len(images)} images, {len(annotations)} boxes of {', '.join(names)}"
@@ -105,6 +122,9 @@ if __name__ == "__main__":
     )
     parser.add_argument("output", type=Path, help="folder to create")
     parser.add_argument(
-        "--max-side", type=int, default=0, help="shrink larger images to this longer side"
+        "--max-side",
+        type=int,
+        default=0,
+        help="shrink larger images to this longer side",
     )
     convert(**vars(parser.parse_args()))

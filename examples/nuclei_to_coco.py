@@ -60,11 +60,16 @@ def convert(source: Path, output: Path, max_side: int) -> None:
             for mask_path in sorted(folder.glob("masks/*.png")):
                 with Image.open(mask_path) as mask:
                     mask = mask.convert("L")
-                threshold = 127 if mask.getextrema()[1] > 127 else 0  # some tools write 0 and 1
+                threshold = (
+                    127 if mask.getextrema()[1] > 127 else 0
+                )  # some tools write 0 and 1
                 pixels = np.asarray(mask.resize((width, height))) > threshold
                 if pixels.any():  # else it was shrunk to nothing
                     rle = coco_mask.encode(np.asfortranarray(pixels, dtype=np.uint8))
-                    bbox, area = coco_mask.toBbox(rle).tolist(), int(coco_mask.area(rle))
+                    bbox, area = (
+                        coco_mask.toBbox(rle).tolist(),
+                        int(coco_mask.area(rle)),
+                    )
                     rle = {"size": rle["size"], "counts": rle["counts"].decode()}
                     found = {
                         "id": len(annotations) + 1,
@@ -76,7 +81,11 @@ def convert(source: Path, output: Path, max_side: int) -> None:
                         found | {"bbox": bbox, "area": area, "segmentation": rle}
                     )
         categories = [{"id": 1, "name": "nucleus"}]
-        content = {"images": images, "annotations": annotations, "categories": categories}
+        content = {
+            "images": images,
+            "annotations": annotations,
+            "categories": categories,
+        }
         (output / f"{split}.json").write_text(json.dumps(content))
         print(f"{output / split}.json: {len(images)} images, {len(annotations)} masks")
 
@@ -95,6 +104,9 @@ if __name__ == "__main__":
     parser.add_argument("source", type=Path, help="folder with a folder for each image")
     parser.add_argument("output", type=Path, help="folder to create")
     parser.add_argument(
-        "--max-side", type=int, default=0, help="shrink larger images to this longer side"
+        "--max-side",
+        type=int,
+        default=0,
+        help="shrink larger images to this longer side",
     )
     convert(**vars(parser.parse_args()))

@@ -60,7 +60,8 @@ def detect(
     elif description["input"]["channels"] == "L":
         pixels = np.asarray(image.convert("L"), np.float32)[:, :, None]
     outputs = session.run(
-        description["outputs"], {"image": np.ascontiguousarray(pixels.transpose(2, 0, 1))}
+        description["outputs"],
+        {"image": np.ascontiguousarray(pixels.transpose(2, 0, 1))},
     )
     *named, (_, count) = zip(description["outputs"], outputs, strict=True)
     return {name: values[:count] for name, values in named}
@@ -83,11 +84,16 @@ def coco_results(found: dict[str, np.ndarray], description: dict) -> list[dict]:
     return results
 
 
-def draw(image: Image.Image, results: list[dict], masks: np.ndarray | None) -> Image.Image:
+def draw(
+    image: Image.Image, results: list[dict], masks: np.ndarray | None
+) -> Image.Image:
     """Draw masks, boxes and labels; the best detection is drawn last."""
     picture = image.copy()
     for index in reversed(range(len(results))):
-        result, color = results[index], COLORS[results[index]["category_id"] % len(COLORS)]
+        result, color = (
+            results[index],
+            COLORS[results[index]["category_id"] % len(COLORS)],
+        )
         if masks is not None:
             picture.paste(
                 Image.new("RGB", picture.size, color),
@@ -110,13 +116,20 @@ def main() -> None:
     parser.add_argument("model", help="ONNX file")
     parser.add_argument("image", help="photo")
     parser.add_argument(
-        "--output", default="detections.png", help="picture to write, default: %(default)s"
+        "--output",
+        default="detections.png",
+        help="picture to write, default: %(default)s",
     )
     parser.add_argument(
-        "--json", default="detections.json", help="json file to write, default: %(default)s"
+        "--json",
+        default="detections.json",
+        help="json file to write, default: %(default)s",
     )
     parser.add_argument(
-        "--threshold", type=float, default=0.5, help="lowest score, default: %(default)s"
+        "--threshold",
+        type=float,
+        default=0.5,
+        help="lowest score, default: %(default)s",
     )
     args = parser.parse_args()
     if os.path.isdir(args.model):
@@ -138,12 +151,15 @@ def main() -> None:
     ) as error:  # Pillow raises each of them for damaged files
         sys.exit(f"Error: {args.image}: cannot be read: {error}. Fix: give a photo.")
     found = detect(session, description, image)
-    found = {name: values[found["scores"] >= args.threshold] for name, values in found.items()}
+    found = {
+        name: values[found["scores"] >= args.threshold]
+        for name, values in found.items()
+    }
     results = coco_results(found, description)
     try:
-        draw(image, results, found["masks"] if description["masks_pasted"] else None).save(
-            args.output
-        )
+        draw(
+            image, results, found["masks"] if description["masks_pasted"] else None
+        ).save(args.output)
         with open(args.json, "w") as file:
             json.dump(results, file, indent=1)
     except (OSError, ValueError) as error:

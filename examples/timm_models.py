@@ -22,7 +22,11 @@ from torch import nn
 
 from gw_detectron.norms import POSITIONS, convert_norms
 
-_TAGS = {positions.lower().replace("-", "_"): positions for positions in POSITIONS if positions}
+_TAGS = {
+    positions.lower().replace("-", "_"): positions
+    for positions in POSITIONS
+    if positions
+}
 _NETWORKS: dict[str, dict[str, Any]] = {
     "gw_resnet18": {"block": BasicBlock, "layers": (2, 2, 2, 2)},
     "gw_resnet34": {"block": BasicBlock, "layers": (3, 4, 6, 3)},
@@ -58,7 +62,8 @@ def _tags(name: str) -> list[str]:
     """Return the tags of a network, the default first."""
     bottleneck = _NETWORKS[name]["block"] is Bottleneck
     return sorted(
-        (tag for tag in _TAGS if bottleneck or tag != "s1_b3"), key=lambda tag: tag != "s1_b2"
+        (tag for tag in _TAGS if bottleneck or tag != "s1_b3"),
+        key=lambda tag: tag != "s1_b2",
     )
 
 
@@ -80,7 +85,10 @@ class GWResNet(ResNet):
 
 def _register(name: str) -> None:
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        tag = resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg")).tag or _tags(name)[0]
+        tag = (
+            resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg")).tag
+            or _tags(name)[0]
+        )
         arguments = {**_NETWORKS[name], "positions": _TAGS[tag], **kwargs}
         return build_model_with_cfg(GWResNet, name, pretrained, **arguments)
 

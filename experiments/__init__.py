@@ -14,7 +14,9 @@ def parse_seed(text: str) -> int:
 
 def add_random_arguments(parser: argparse.ArgumentParser, reduced: str) -> None:
     """Add ``--seed`` and ``--reduced``."""
-    parser.add_argument("--seed", type=parse_seed, default=0, help="of everything random")
+    parser.add_argument(
+        "--seed", type=parse_seed, default=0, help="of everything random"
+    )
     add_reduced(parser, reduced)
 
 

@@ -46,7 +46,9 @@ def get_parser() -> argparse.ArgumentParser:
 def analyze(args: argparse.Namespace) -> AnalysisResult:
     """Run the analysis of the command line."""
     options = {
-        key: value for key, value in vars(args).items() if key not in ("analysis", "output")
+        key: value
+        for key, value in vars(args).items()
+        if key not in ("analysis", "output")
     }
     module = importlib.import_module(f"experiments.{args.analysis}")
     if options.pop("reduced", False):

@@ -57,7 +57,9 @@ class AnalysisResult:
             writer.writeheader()
             writer.writerows(self.rows)
         with atomic_write(notes) as temporary:
-            text = json.dumps({"settings": self.settings, "findings": self.findings}, indent=2)
+            text = json.dumps(
+                {"settings": self.settings, "findings": self.findings}, indent=2
+            )
             temporary.write_text(text + "\n")
         return [picture, table, notes]
 

@@ -77,7 +77,13 @@ def analyze_conditioning(
     Raises:
         ConfigError: a size is out of range.
     """
-    if neurons < 4 or examples <= neurons or repeats < 1 or not layers or min(layers) < 1:
+    if (
+        neurons < 4
+        or examples <= neurons
+        or repeats < 1
+        or not layers
+        or min(layers) < 1
+    ):
         raise ConfigError(
             f"neurons={neurons}, examples={examples}, repeats={repeats}, layers={list(layers)}: out of range. "
             "Fix: give 4 or more neurons, more examples than neurons, and 1 or more repeats and layers."
@@ -97,7 +103,9 @@ def analyze_conditioning(
                             found.setdefault(key, []).append(condition_numbers(matrix))
                     bar.update()
     rows = [
-        dict(zip(("layers", "features", "moment", "method", "groups"), key, strict=True))
+        dict(
+            zip(("layers", "features", "moment", "method", "groups"), key, strict=True)
+        )
         | _medians(values)
         for key, values in found.items()
     ]
@@ -113,17 +121,22 @@ def analyze_conditioning(
     )
 
 
-def condition_numbers(moment: Tensor, percents: Iterable[int] = PERCENTS) -> tuple[float, ...]:
+def condition_numbers(
+    moment: Tensor, percents: Iterable[int] = PERCENTS
+) -> tuple[float, ...]:
     r"""Compute :math:`\kappa_p` of a symmetric positive semi-definite matrix (d, d), for each p in percent.
 
     It is infinite if fewer directions than that have variance.
     """
     eigenvalues = torch.linalg.eigvalsh(moment).flip(0)
-    places = [max(1, round(percent / 100 * len(eigenvalues))) - 1 for percent in percents]
+    places = [
+        max(1, round(percent / 100 * len(eigenvalues))) - 1 for percent in percents
+    ]
     largest = float(eigenvalues[0])
     smallest = [float(eigenvalues[place]) for place in places]
     return tuple(
-        largest / value if value > _ZERO * largest else float("inf") for value in smallest
+        largest / value if value > _ZERO * largest else float("inf")
+        for value in smallest
     )
 
 
@@ -152,7 +165,9 @@ def _normalized(
             for method, solver in (("GW", "zca"), ("GW-ItN", "newton")):
                 yield (
                     (method, g),
-                    GroupWhitening2d(x.shape[1], g, eps=_EPS, affine=False, solver=solver)(x),
+                    GroupWhitening2d(
+                        x.shape[1], g, eps=_EPS, affine=False, solver=solver
+                    )(x),
                 )
 
 
@@ -172,7 +187,9 @@ def _medians(values: list[tuple[float, ...]]) -> dict[str, float]:
 
 
 def _select(rows: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    return [
+        row for row in rows if all(row[key] == value for key, value in wanted.items())
+    ]
 
 
 def _findings(rows: Sequence[dict[str, Any]], neurons: int) -> dict[str, bool]:
@@ -181,19 +198,24 @@ def _findings(rows: Sequence[dict[str, Any]], neurons: int) -> dict[str, bool]:
     better, growing, batch = [], [], []
     for depth in {row["layers"] for row in shown}:
         curves = {
-            method: _select(shown, layers=depth, method=method) for method in ("BN", "GN", "GW")
+            method: _select(shown, layers=depth, method=method)
+            for method in ("BN", "GN", "GW")
         }
         for percent in PERCENTS:
             key = f"kappa_{percent}%"
             # with more groups a sample's covariance is singular (Table 1, section 4.1)
             gw = {
-                row["groups"]: row[key] for row in curves["GW"] if row["groups"] ** 2 <= neurons
+                row["groups"]: row[key]
+                for row in curves["GW"]
+                if row["groups"] ** 2 <= neurons
             }
             gn = {row["groups"]: row[key] for row in curves["GN"]}
             better += [gw[g] < gn[g] for g in gw if g > 1]
             growing += [curve[max(gw)] < curve[1] for curve in (gw, gn) if max(gw) > 1]
             if depth > 1:
-                batch.append(curves["BN"][0][key] < min(*gw.values(), *(gn[g] for g in gw)))
+                batch.append(
+                    curves["BN"][0][key] < min(*gw.values(), *(gn[g] for g in gw))
+                )
     return findings_of(
         {
             "GW conditions better than GN, for every number of groups up to the square root of the neurons": better,
@@ -209,8 +231,12 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
     grid = figure.subplots(2, len(depths), squeeze=False, sharex=True)
     for column, depth in enumerate(depths):
         for axes, percent in zip(grid[:, column], PERCENTS, strict=True):
-            _draw_curves(axes, _select(rows, layers=depth, **_SHOWN), f"kappa_{percent}%")
-            axes.set_title(rf"$\kappa_{{{percent}\%}}$, {depth} layer{'s' * (depth > 1)}")
+            _draw_curves(
+                axes, _select(rows, layers=depth, **_SHOWN), f"kappa_{percent}%"
+            )
+            axes.set_title(
+                rf"$\kappa_{{{percent}\%}}$, {depth} layer{'s' * (depth > 1)}"
+            )
         grid[1, column].set_xlabel("groups g")
     for axes in grid[:, 0]:
         axes.set_ylabel("condition number")
@@ -232,9 +258,13 @@ def _draw_curves(axes: Axes, rows: Sequence[dict[str, Any]], key: str) -> None:
         value = _select(rows, method=method)[0][key]
         axes.axhline(value, color=color, linestyle=dashes, linewidth=1.4, label=method)
     for method, label in _LABELS.items():
-        points = [row for row in _select(rows, method=method) if row[key] < float("inf")]
+        points = [
+            row for row in _select(rows, method=method) if row[key] < float("inf")
+        ]
         places, values = [row["groups"] for row in points], [row[key] for row in points]
-        axes.plot(places, values, _STYLES[method], markersize=4, linewidth=1.4, label=label)
+        axes.plot(
+            places, values, _STYLES[method], markersize=4, linewidth=1.4, label=label
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))

@@ -45,7 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--neurons", type=int, default=256, help="d of the table")
     add("--batch-size", type=int, default=1024, help="m of the table")
     add("--groups", type=int, default=16, help="g of the table")
-    add("--examples", type=int, default=0, help="N, the size of a training set; 0: one batch")
+    add(
+        "--examples",
+        type=int,
+        default=0,
+        help="N, the size of a training set; 0: one batch",
+    )
     add(
         "--config-file",
         default=_MODEL,
@@ -55,7 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--height", type=int, default=800, help="of the model's images, in pixels")
     add("--width", type=int, default=1333, help="of the model's images, in pixels")
     add("--images", type=int, default=2, help="images per GPU")
-    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
+    add(
+        "opts",
+        nargs=argparse.REMAINDER,
+        metavar="KEY VALUE",
+        help="config keys to change",
+    )
 
 
 def analyze_constraints(
@@ -119,12 +129,20 @@ def _table(d: int, m: int, g: int) -> dict[str, tuple[Constraints, str]]:
     return {
         "BN": (batch_constraints(d, m), f"m >= {min_columns(1)}"),
         "BW": (batch_constraints(d, m, d), f"m >= {min_columns(d)}"),
-        "GN": (group_constraints(d, m, g, whiten=False), f"g <= {max_groups(d, whiten=False)}"),
-        "GW": (group_constraints(d, m, g, whiten=True), f"g <= {max_groups(d, whiten=True)}"),
+        "GN": (
+            group_constraints(d, m, g, whiten=False),
+            f"g <= {max_groups(d, whiten=False)}",
+        ),
+        "GW": (
+            group_constraints(d, m, g, whiten=True),
+            f"g <= {max_groups(d, whiten=True)}",
+        ),
     }
 
 
-def _row(layer: str, norm: str, found: Constraints | None, **more: Any) -> dict[str, Any]:
+def _row(
+    layer: str, norm: str, found: Constraints | None, **more: Any
+) -> dict[str, Any]:
     row = dict.fromkeys(_COLUMNS) | {"layer": layer, "norm": norm}
     if found is not None:
         row |= {
@@ -139,7 +157,9 @@ def _row(layer: str, norm: str, found: Constraints | None, **more: Any) -> dict[
 def _layer_row(layer: NormShape) -> dict[str, Any]:
     found = layer.constraints
     if found is None:
-        reason = "not reached: shape unknown" if layer.shape is None else "fixed statistics"
+        reason = (
+            "not reached: shape unknown" if layer.shape is None else "fixed statistics"
+        )
         return _row(layer.layer, layer.spec, None, remark=reason)
     allowed = f"{found.columns} columns >= {min_columns(found.rows)}"
     return _row(layer.layer, layer.spec, found, range=allowed)
@@ -149,19 +169,25 @@ def _findings(
     table: Mapping[str, tuple[Constraints, str]], layers: Sequence[NormShape]
 ) -> dict[str, bool]:
     bn, bw, gn, gw = (table[method][0].number for method in ("BN", "BW", "GN", "GW"))
-    findings = {"whitening puts more constraints than standardizing": bw > bn and gw >= gn}
+    findings = {
+        "whitening puts more constraints than standardizing": bw > bn and gw >= gn
+    }
     known = [layer.constraints for layer in layers if layer.constraints is not None]
     if known:
         findings["every layer of the model is feasible"] = all(
             found.feasible for found in known
         )
-        findings["every layer of the model is stable"] = all(found.stable for found in known)
+        findings["every layer of the model is stable"] = all(
+            found.stable for found in known
+        )
     return findings
 
 
 def _draw(layers: Sequence[NormShape], settings: dict[str, Any]) -> Figure:
     known = [
-        (layer, layer.constraints.ratio) for layer in layers if layer.constraints is not None
+        (layer, layer.constraints.ratio)
+        for layer in layers
+        if layer.constraints is not None
     ]
     rows = 2 if known else 1
     figure = Figure(
@@ -196,7 +222,9 @@ def _draw_table(panels: Sequence[Axes], d: int) -> None:
             axes.plot(places, ratios, "o-", label=label)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        _mark_infeasible(axes, [ratio for ratios in curves.values() for ratio in ratios])
+        _mark_infeasible(
+            axes, [ratio for ratios in curves.values() for ratio in ratios]
+        )
     panels[0].set(title=f"d = {d} neurons, per sample", xlabel="groups g")
     panels[1].set(title=f"d = {d} neurons, over the batch", xlabel="batch size m")
 
@@ -217,7 +245,9 @@ def _draw_layers(
     )
     axes.set_xlim(-1, len(layers))
     axes.set_title(
-        "Layers of the model, {images} images of {height} x {width} per GPU".format(**settings)
+        "Layers of the model, {images} images of {height} x {width} per GPU".format(
+            **settings
+        )
     )
     _mark_infeasible(axes, [ratio for _, ratio in layers])
 

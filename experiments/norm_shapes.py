@@ -9,7 +9,11 @@ from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
 from torch import Tensor, nn
 
-from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
+from gw_detectron.layers import (
+    BatchWhitening2d,
+    FrozenBatchWhitening2d,
+    GroupWhitening2d,
+)
 from gw_detectron.modeling.build import build_checked_model
 from gw_detectron.norms.listing import norm_rows
 
@@ -43,23 +47,32 @@ def norm_shapes(cfg: CfgNode, height: int, width: int, images: int) -> list[Norm
     rows = norm_rows(model)
     for row in rows:
         # skip the layer's own computation: its input is enough, and solvers may need values
-        model.get_submodule(row.layer).forward = functools.partial(_record, shapes, row.layer)
+        model.get_submodule(row.layer).forward = functools.partial(
+            _record, shapes, row.layer
+        )
     divisor = max(1, model.backbone.size_divisibility)
     sides = (-(-side // divisor) * divisor for side in (height, width))
     with torch.no_grad(), torch.device("meta"):
-        features = model.backbone(torch.empty(images, len(cfg.MODEL.PIXEL_MEAN), *sides))
+        features = model.backbone(
+            torch.empty(images, len(cfg.MODEL.PIXEL_MEAN), *sides)
+        )
         for part, arguments in _heads(model, features, images, cfg):
             part(*arguments)
     found = ((row, shapes.get(row.layer)) for row in rows)
     return [
         NormShape(
-            row.layer, row.spec, shape, _constraints(model.get_submodule(row.layer), shape)
+            row.layer,
+            row.spec,
+            shape,
+            _constraints(model.get_submodule(row.layer), shape),
         )
         for row, shape in found
     ]
 
 
-def _record(shapes: dict[str, tuple[int, ...]], name: str, x: Tensor, **_: Any) -> Tensor:
+def _record(
+    shapes: dict[str, tuple[int, ...]], name: str, x: Tensor, **_: Any
+) -> Tensor:
     if name not in shapes or x.numel() < torch.Size(shapes[name]).numel():
         shapes[name] = tuple(x.shape)
     return x
@@ -91,7 +104,11 @@ def _heads(
         if _has_norms(getattr(roi_heads, "mask_head", None)):
             yield roi_heads.mask_head.layers, (shared[:foreground],)
         return
-    for kind, count in (("box", regions), ("mask", foreground), ("keypoint", foreground)):
+    for kind, count in (
+        ("box", regions),
+        ("mask", foreground),
+        ("keypoint", foreground),
+    ):
         head = getattr(roi_heads, f"{kind}_head", None)
         if _has_norms(head):
             level = features[getattr(roi_heads, f"{kind}_in_features")[0]]

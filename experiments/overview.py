@@ -31,7 +31,9 @@ def features() -> Tensor:
         dtype=torch.uint8,
     )
     x = pixels.reshape(1, 128, 128, 3).permute(0, 3, 1, 2) / 255
-    return nn.Sequential(nn.Conv2d(3, 64, 7, 2), nn.ReLU(), nn.Conv2d(64, 64, 3))(x).detach()
+    return nn.Sequential(nn.Conv2d(3, 64, 7, 2), nn.ReLU(), nn.Conv2d(64, 64, 3))(
+        x
+    ).detach()
 
 
 def correlation(x: Tensor) -> Tensor:
@@ -50,7 +52,9 @@ def draw(results: Path) -> pyplot.Figure:
         "after Group Whitening": GroupWhitening2d(64, GROUPS),
     }
     for axis, (title, layer) in zip(left.subplots(1, 3), layers.items(), strict=True):
-        image = axis.imshow(correlation(layer(x).detach()).abs(), vmin=0, vmax=1, cmap="Blues")
+        image = axis.imshow(
+            correlation(layer(x).detach()).abs(), vmin=0, vmax=1, cmap="Blues"
+        )
         axis.set(title=title, xticks=[], yticks=[])
     left.colorbar(image, ax=left.axes, shrink=0.7)
     left.suptitle("Correlation between 16 groups of channels of one image")

@@ -41,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze_padding(
-    *, config_file: str, weights: str, batches: Sequence[int] = (1, 2, 4, 8), images: int = 0
+    *,
+    config_file: str,
+    weights: str,
+    batches: Sequence[int] = (1, 2, 4, 8),
+    images: int = 0,
 ) -> AnalysisResult:
     """Compare features and box AP of images in batches and alone.
 
@@ -72,7 +76,8 @@ def analyze_padding(
             shares.append(_padding(model, group))
             differences += _differences(model, group)
         levels = {
-            name: statistics.mean(each[name] for each in differences) for name in differences[0]
+            name: statistics.mean(each[name] for each in differences)
+            for name in differences[0]
         }
         rows.append(
             {"batch": batch, "padding": round(statistics.mean(shares), 3)}
@@ -81,7 +86,11 @@ def analyze_padding(
         )
     aps = [row["AP"] for row in rows]
     findings = findings_of(
-        {f"AP changes by less than {MOST:g} with the batch": [max(aps) - min(aps) < MOST]}
+        {
+            f"AP changes by less than {MOST:g} with the batch": [
+                max(aps) - min(aps) < MOST
+            ]
+        }
     )
     settings = {"config": config_file, "weights": weights, "images": len(examples)}
     return AnalysisResult("padding", settings, rows, findings, _draw(rows))
@@ -107,7 +116,9 @@ def _features(model: Any, group: Sequence[Tensor]) -> Iterator[dict[str, Tensor]
         }
 
 
-def _differences(model: nn.Module, group: Sequence[Tensor]) -> Iterator[dict[str, float]]:
+def _differences(
+    model: nn.Module, group: Sequence[Tensor]
+) -> Iterator[dict[str, float]]:
     for image, together in zip(group, _features(model, group), strict=True):
         (alone,) = _features(model, [image])
         yield {
@@ -122,7 +133,9 @@ def _draw(rows: Sequence[dict[str, Any]]) -> Figure:
     batches = [row["batch"] for row in rows]
     for name in [name for name in rows[0] if name not in ("batch", "padding", "AP")]:
         features.plot(batches, [row[name] for row in rows], "o-", label=name)
-    features.plot(batches, [row["padding"] for row in rows], "k--", label="share of padding")
+    features.plot(
+        batches, [row["padding"] for row in rows], "k--", label="share of padding"
+    )
     ap.plot(batches, [row["AP"] for row in rows], "o-")
     features.set(
         title="Difference of features from those of single images",

@@ -44,10 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--depths", type=int, nargs="+", default=[2, 4], help="layers of the MLPs"
     )
-    parser.add_argument("--neurons", type=int, default=100, help="of every hidden layer")
-    parser.add_argument("--examples", type=int, default=2000, help="in the training set")
+    parser.add_argument(
+        "--neurons", type=int, default=100, help="of every hidden layer"
+    )
+    parser.add_argument(
+        "--examples", type=int, default=2000, help="in the training set"
+    )
     parser.add_argument("--steps", type=int, default=200, help="of gradient descent")
-    parser.add_argument("--batch-size", type=int, default=0, help="examples per step; 0: all")
+    parser.add_argument(
+        "--batch-size", type=int, default=0, help="examples per step; 0: all"
+    )
     add_random_arguments(parser, "40 neurons, 600 examples, 100 steps")
 
 
@@ -101,7 +107,9 @@ def analyze_swapping(
                 runs = []
                 for rate in RATES:
                     network = WhitenedMLP([*[neurons] * depth, _CLASSES], method, seed)
-                    runs.append((*train(network, x, y, rate, steps, batch_size, seed), rate))
+                    runs.append(
+                        (*train(network, x, y, rate, steps, batch_size, seed), rate)
+                    )
                     bar.update()
                 losses, swapped, rate = min(runs, key=lambda run: _last(run[0]))
                 rows += [
@@ -113,7 +121,9 @@ def analyze_swapping(
                         "loss": float(f"{loss:.5g}"),
                         "swapped": swap,
                     }
-                    for step, (loss, swap) in enumerate(zip(losses, swapped, strict=True))
+                    for step, (loss, swap) in enumerate(
+                        zip(losses, swapped, strict=True)
+                    )
                 ]
     settings = {
         "depths": list(depths),
@@ -144,7 +154,9 @@ class WhitenedMLP(nn.Module):
         for inputs, outputs in itertools.pairwise(widths):
             layer = nn.Linear(inputs, outputs)
             for parameter in layer.parameters():  # torch's initialization with a seed
-                nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5, generator=generator)
+                nn.init.uniform_(
+                    parameter, -(inputs**-0.5), inputs**-0.5, generator=generator
+                )
             self.layers.append(layer)
         self.solver = Solver(method) if method != "plain" else None
 
@@ -204,7 +216,9 @@ def train(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if not all(torch.isfinite(parameter).all() for parameter in network.parameters()):
+        if not all(
+            torch.isfinite(parameter).all() for parameter in network.parameters()
+        ):
             break
     return losses, swapped
 
@@ -226,7 +240,9 @@ def _clouds(examples: int, inputs: int, seed: int) -> tuple[Tensor, Tensor]:
     centers = torch.randn(_CLASSES * _CLOUDS, inputs, generator=generator)
     cloud = torch.arange(examples) % len(centers)
     x = centers[cloud] + torch.randn(examples, inputs, generator=generator)
-    return x @ torch.randn(inputs, inputs, generator=generator) * inputs**-0.5, cloud % _CLASSES
+    return x @ torch.randn(
+        inputs, inputs, generator=generator
+    ) * inputs**-0.5, cloud % _CLASSES
 
 
 def _last(losses: Sequence[float]) -> float:
@@ -239,7 +255,9 @@ def _last(losses: Sequence[float]) -> float:
 def _findings(rows: Sequence[dict[str, Any]], depths: Sequence[int]) -> dict[str, bool]:
     def losses(depth: int, method: str) -> list[float]:
         return [
-            row["loss"] for row in rows if (row["layers"], row["method"]) == (depth, method)
+            row["loss"]
+            for row in rows
+            if (row["layers"], row["method"]) == (depth, method)
         ]
 
     def swaps(method: str) -> float:
@@ -259,7 +277,8 @@ def _findings(rows: Sequence[dict[str, Any]], depths: Sequence[int]) -> dict[str
             _last(losses(depth, "pca")) > 0.5 * guessing for depth in depths
         ),
         "PCA whitening: the loss is higher than without whitening": all(
-            _last(losses(depth, "pca")) > _last(losses(depth, "plain")) for depth in depths
+            _last(losses(depth, "pca")) > _last(losses(depth, "plain"))
+            for depth in depths
         ),
         f"PCA whitening in {max(depths)} layers: the loss is that of guessing": (
             _last(losses(max(depths), "pca")) > 0.9 * guessing
@@ -277,13 +296,21 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
     axes = below.subplots(1, len(settings["depths"]) + 1)
     for panel, depth in zip(axes, settings["depths"], strict=False):
         for method, label in METHODS.items():
-            chosen = [row for row in rows if (row["layers"], row["method"]) == (depth, method)]
+            chosen = [
+                row for row in rows if (row["layers"], row["method"]) == (depth, method)
+            ]
             label = f"{label}, rate {chosen[0]['learning_rate']:g}"
-            steps, losses = [row["step"] for row in chosen], [row["loss"] for row in chosen]
+            steps, losses = (
+                [row["step"] for row in chosen],
+                [row["loss"] for row in chosen],
+            )
             panel.plot(steps, losses, color=_COLORS[method], linewidth=1.6, label=label)
         panel.axhline(math.log(_CLASSES), color="0.7", linestyle=":", label="guessing")
         panel.set(
-            title=f"{depth}-layer MLP", xlabel="step", ylabel="training loss", yscale="log"
+            title=f"{depth}-layer MLP",
+            xlabel="step",
+            ylabel="training loss",
+            yscale="log",
         )
     for method, label in reversed(METHODS.items()):
         chosen = [
@@ -291,7 +318,11 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
             for row in rows
             if (row["layers"], row["method"]) == (max(settings["depths"]), method)
         ]
-        points = [(row["step"], row["swapped"]) for row in chosen if row["swapped"] is not None]
+        points = [
+            (row["step"], row["swapped"])
+            for row in chosen
+            if row["swapped"] is not None
+        ]
         dashes = "--" if method == "plain" else "-"  # ZCA's curve, also 0, covers it
         axes[-1].plot(
             *zip(*points, strict=True),
@@ -309,7 +340,11 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
     for panel in axes:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
-    batch = f"batches of {settings['batch_size']}" if settings["batch_size"] else "full batch"
+    batch = (
+        f"batches of {settings['batch_size']}"
+        if settings["batch_size"]
+        else "full batch"
+    )
     below.suptitle(
         f"Gradient descent, {batch}, best of the learning rates {', '.join(f'{r:g}' for r in RATES)}"
     )
@@ -319,7 +354,9 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
 def _draw_two_batches(figure: Any, seed: int) -> None:
     """Draw two batches that share the blue points, plain and whitened; the red points swap the order of the axes."""
     generator = torch.Generator().manual_seed(seed)
-    turn = torch.tensor([[math.cos(0.6), math.sin(0.6)], [-math.sin(0.6), math.cos(0.6)]])
+    turn = torch.tensor(
+        [[math.cos(0.6), math.sin(0.6)], [-math.sin(0.6), math.cos(0.6)]]
+    )
     leg = torch.linspace(0, 1, 16)
     # an L shape, which shows which axis is which
     shared = torch.cat(
@@ -340,7 +377,10 @@ def _draw_two_batches(figure: Any, seed: int) -> None:
         for order, place in enumerate((1, 0), start=1):
             direction = vectors[:, place] * vectors[0, place].sign()
             axes[column].annotate(
-                "", 3.6 * direction, (0, 0), arrowprops={"arrowstyle": "->", "linewidth": 1.6}
+                "",
+                3.6 * direction,
+                (0, 0),
+                arrowprops={"arrowstyle": "->", "linewidth": 1.6},
             )
             axes[column].annotate(
                 f"$d_{order}$", 4.4 * direction, ha="center", va="center", fontsize=12
@@ -359,7 +399,9 @@ def _draw_two_batches(figure: Any, seed: int) -> None:
     )
 
 
-def _draw_points(axes: Axes, title: str, points: Tensor, shared: int, limit: float) -> None:
+def _draw_points(
+    axes: Axes, title: str, points: Tensor, shared: int, limit: float
+) -> None:
     axes.plot(*points[shared:].T, "o", markersize=3, color="tab:red", alpha=0.4)
     axes.plot(*points[:shared].T, "o", markersize=3.4, color="tab:blue")
     axes.set(title=title, aspect="equal", xlim=(-limit, limit), ylim=(-limit, limit))

@@ -55,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze_tiling(
-    *, config_file: str, weights: str, tile: int = 128, overlap: int = 32, images: int = 0
+    *,
+    config_file: str,
+    weights: str,
+    tile: int = 128,
+    overlap: int = 32,
+    images: int = 0,
 ) -> AnalysisResult:
     """Compare box AP and time of whole images and of tiles.
 
@@ -73,7 +78,9 @@ def analyze_tiling(
     model, examples = load_detector(config_file, weights, images)
     examples = [example for example in examples if max(example.image.shape[1:]) > tile]
     if not examples:
-        raise ConfigError(f"tile ({tile}): all images are smaller. Fix: give fewer pixels.")
+        raise ConfigError(
+            f"tile ({tile}): all images are smaller. Fix: give fewer pixels."
+        )
     predictor = _Native(model, None, Metadata(), 0.05)
     ways: dict[str, Callable[[np.ndarray], Instances]] = {
         "whole": predictor,
@@ -121,12 +128,17 @@ class _Shrunk(TiledPredictor):
     def measure(self, image: np.ndarray) -> ImageStatistics:
         scale = self.tile / max(image.shape[:2])
         small = torch.nn.functional.interpolate(
-            channels_first(image)[None], scale_factor=scale, mode="bilinear", antialias=True
+            channels_first(image)[None],
+            scale_factor=scale,
+            mode="bilinear",
+            antialias=True,
         )
         return super().measure(small[0].permute(1, 2, 0).numpy())
 
 
-def _sahi(predictor: Predictor, tile: int, overlap: int) -> Callable[[np.ndarray], Instances]:
+def _sahi(
+    predictor: Predictor, tile: int, overlap: int
+) -> Callable[[np.ndarray], Instances]:
     from sahi.models.detectron2 import Detectron2DetectionModel
     from sahi.predict import get_sliced_prediction
 
@@ -142,7 +154,9 @@ def _sahi(predictor: Predictor, tile: int, overlap: int) -> Callable[[np.ndarray
         for index, name in enumerate(predictor.metadata.get("thing_classes", []))
     } or None
     model = Model(
-        model=predictor, confidence_threshold=predictor.score_threshold, category_mapping=names
+        model=predictor,
+        confidence_threshold=predictor.score_threshold,
+        category_mapping=names,
     )
 
     def predict(image: np.ndarray) -> Instances:
@@ -151,7 +165,11 @@ def _sahi(predictor: Predictor, tile: int, overlap: int) -> Callable[[np.ndarray
             "overlap_width_ratio": overlap / tile,
             "verbose": 0,
         }
-        options |= {"slice_height": tile, "slice_width": tile, "perform_standard_pred": False}
+        options |= {
+            "slice_height": tile,
+            "slice_width": tile,
+            "perform_standard_pred": False,
+        }
         objects = get_sliced_prediction(
             image.astype(np.uint8), model, **options
         ).object_prediction_list
@@ -190,7 +208,9 @@ def _draw(rows: list[dict[str, Any]]) -> Figure:
     axes = figure.subplots()
     bars = axes.barh([row["statistics"] for row in rows], [row["AP"] for row in rows])
     axes.bar_label(
-        bars, [f"{row['AP']:.1f}, {row['seconds per image']:.2f} s" for row in rows], padding=3
+        bars,
+        [f"{row['AP']:.1f}, {row['seconds per image']:.2f} s" for row in rows],
+        padding=3,
     )
     axes.invert_yaxis()
     axes.set(

@@ -42,9 +42,14 @@ class Example(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of :func:`load_detector`."""
     parser.add_argument(
-        "--config-file", required=True, metavar="FILE", help="config of the trained detector"
+        "--config-file",
+        required=True,
+        metavar="FILE",
+        help="config of the trained detector",
     )
-    parser.add_argument("--weights", required=True, metavar="FILE", help="its checkpoint")
+    parser.add_argument(
+        "--weights", required=True, metavar="FILE", help="its checkpoint"
+    )
     parser.add_argument(
         "--images", type=int, default=0, help="images of the first test dataset; 0: all"
     )
@@ -66,9 +71,13 @@ def load_detector(
     """
     cfg = read_config(config_file, ["MODEL.WEIGHTS", weights, "MODEL.DEVICE", "cpu"])
     if images < 0:
-        raise ConfigError(f"images ({images}): negative. Fix: give 1 or more, or 0 for all.")
+        raise ConfigError(
+            f"images ({images}): negative. Fix: give 1 or more, or 0 for all."
+        )
     if not cfg.DATASETS.TEST:
-        raise ConfigError("DATASETS.TEST (()): names no dataset. Fix: name one in the config.")
+        raise ConfigError(
+            "DATASETS.TEST (()): names no dataset. Fix: name one in the config."
+        )
     dataset = cfg.DATASETS.TEST[0]
     use_recorded_datasets(cfg, config_file, os.path.dirname(config_file))
     if dataset not in DatasetCatalog:
@@ -101,7 +110,9 @@ def load_detector(
 @torch.no_grad()
 def detect(model: nn.Module, images: Sequence[Tensor]) -> list[Instances]:
     """Detect the objects of one batch of images, in their pixels."""
-    return [output["instances"] for output in model([{"image": image} for image in images])]
+    return [
+        output["instances"] for output in model([{"image": image} for image in images])
+    ]
 
 
 def box_ap(examples: Sequence[Example], detections: Sequence[Instances]) -> float:
@@ -123,7 +134,9 @@ def box_ap(examples: Sequence[Example], detections: Sequence[Instances]) -> floa
                 }
             )
         columns = instances.pred_boxes.tensor, instances.scores, instances.pred_classes
-        for box, score, category in zip(*(column.tolist() for column in columns), strict=True):
+        for box, score, category in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
             found.append({"score": score, **_annotation(index, box, category)})
     if not found:
         return 0.0

@@ -26,7 +26,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def atomic_folder(output: str | os.PathLike[str], files: Sequence[str]) -> Iterator[Path]:
+def atomic_folder(
+    output: str | os.PathLike[str], files: Sequence[str]
+) -> Iterator[Path]:
     """Yield an empty folder that replaces ``output`` on success.
 
     ``output`` may hold an earlier result of the same kind: see :func:`check_replaceable`. If it holds other files or

@@ -98,7 +98,9 @@ def _place(cfg: CfgNode, key: str) -> tuple[CfgNode, str]:
 
 def training_sides(cfg: CfgNode) -> tuple[float, float]:
     """Return the shorter side, of several their median, and the longest one, to which training resizes images."""
-    return float(statistics.median(cfg.INPUT.MIN_SIZE_TRAIN)), float(cfg.INPUT.MAX_SIZE_TRAIN)
+    return float(statistics.median(cfg.INPUT.MIN_SIZE_TRAIN)), float(
+        cfg.INPUT.MAX_SIZE_TRAIN
+    )
 
 
 def anchor_strides(cfg: CfgNode) -> list[int]:
@@ -160,7 +162,9 @@ def find_config_file(name: str | os.PathLike[str]) -> str:
     return str(named[0]) if len(named) == 1 else name
 
 
-def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -> CfgNode:
+def read_config(
+    config_file: str | os.PathLike[str], opts: Sequence[Any] = ()
+) -> CfgNode:
     """Read a yaml over the defaults of Detectron2 and this package, without running code that the yaml names.
 
     Args:
@@ -183,7 +187,9 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
         reader.merge_from_file(config_file, allow_unsafe=False)
     except ConfigError:
         raise
-    except Exception as error:  # yacs and the operating system raise errors of many classes
+    except (
+        Exception
+    ) as error:  # yacs and the operating system raise errors of many classes
         raise ConfigError(f"'{config_file}': {_explain(error)}") from error
 
     cfg = CfgNode(reader)
@@ -252,7 +258,9 @@ class _Reader(CfgNode):
     """Detectron2's config, which also reads configs of its earlier versions, with files read by :func:`_layers`."""
 
     @classmethod
-    def load_yaml_with_base(cls, filename: str, allow_unsafe: bool = False) -> dict[str, Any]:
+    def load_yaml_with_base(
+        cls, filename: str, allow_unsafe: bool = False
+    ) -> dict[str, Any]:
         merged: dict[str, Any] = {}
         for _, tree in _layers(filename):
             _merge(tree, merged)

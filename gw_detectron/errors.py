@@ -49,7 +49,11 @@ class PreflightError(ConfigError):
 
     def __str__(self) -> str:
         count = len(self.problems)
-        head = "this run has a problem:" if count == 1 else f"this run has {count} problems:"
+        head = (
+            "this run has a problem:"
+            if count == 1
+            else f"this run has {count} problems:"
+        )
         lines = [f"  - {problem}" for problem in self.problems]
         return "\n".join([head, *lines, self.unchecked]).rstrip("\n")
 

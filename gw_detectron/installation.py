@@ -21,7 +21,9 @@ def git_commit(root: Path = Path(__file__).parents[1]) -> str:
     # git would find a checkout around ``root``, such as one around site-packages
     if not (root / ".git").exists():
         return ""
-    command = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*"
+    command = (
+        "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*"
+    )
     try:
         described = subprocess.run(
             command.split(), cwd=root, capture_output=True, text=True, timeout=10
@@ -57,7 +59,9 @@ def has_compiled_operators() -> bool:
         from detectron2 import _C
 
         return hasattr(_C, "COCOevalEvaluateImages")
-    except ImportError:  # not compiled, or a pure Python build, which raises at the attribute
+    except (
+        ImportError
+    ):  # not compiled, or a pure Python build, which raises at the attribute
         return False
 
 
@@ -65,7 +69,9 @@ def has_compiled_operators() -> bool:
 def scripting_warnings_ignored() -> Iterator[None]:
     """Hide that ``torch.jit.script`` is deprecated: fvcore and Detectron2 call it at import."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated", FutureWarning)
+        warnings.filterwarnings(
+            "ignore", r"`torch\.jit\.script` is deprecated", FutureWarning
+        )
         yield
 
 

@@ -46,7 +46,9 @@ def gw_places(model: nn.Module) -> dict[str, int]:
     places: Counter = Counter()
     for name, module in model.named_modules():
         if isinstance(module, GroupWhitening2d):
-            place = re.search(r"stem|fpn|box_head|mask_head|sem_seg_head|subnet|conv\d", name)
+            place = re.search(
+                r"stem|fpn|box_head|mask_head|sem_seg_head|subnet|conv\d", name
+            )
             places[place[0]] += 1
     return places
 
@@ -109,12 +111,16 @@ def small_arguments(
     has_pyramid = not name.endswith(("C4_1x_GW", "DC5_1x_GW"))
 
     # the configs choose the number of convolutions
-    options = {key: value for key, value in OPTS.items() if not key.endswith("NUM_CONV")}
+    options = {
+        key: value for key, value in OPTS.items() if not key.endswith("NUM_CONV")
+    }
     options |= _THIN | small_norms(norm)
     if "box_head" not in places:
         options["MODEL.ROI_BOX_HEAD.NORM"] = ""
     options |= {
-        "MODEL.ANCHOR_GENERATOR.SIZES": _PYRAMID_SIZES if has_pyramid else [[8, 16, 32]],
+        "MODEL.ANCHOR_GENERATOR.SIZES": _PYRAMID_SIZES
+        if has_pyramid
+        else [[8, 16, 32]],
         "DATASETS.TRAIN": f"('gw_synthetic_train{suffix}',)",
         "DATASETS.TEST": f"('gw_synthetic_val{suffix}',)",
         "OUTPUT_DIR": folder,

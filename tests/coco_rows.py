@@ -2,7 +2,11 @@
 
 import pytest
 
-DET, SEG, SCRATCH = "COCO-Detection/", "COCO-InstanceSegmentation/", "COCO-FromScratch/scratch_"
+DET, SEG, SCRATCH = (
+    "COCO-Detection/",
+    "COCO-InstanceSegmentation/",
+    "COCO-FromScratch/scratch_",
+)
 R50 = DET + "faster_rcnn_R_50_FPN_"
 X101 = SEG + "mask_rcnn_X_101_32x8d_FPN_4conv1fc_1x_"
 F, B, G, W = "FrozenBN", "BN", "GN", "GW"
@@ -41,7 +45,9 @@ LAYOUTS = {
     SCRATCH + "faster_rcnn_R_50_FPN_1x_GW": (16, (W, W, W, W, W), "", "", ""),
 }
 LAYOUTS |= {
-    name + "_1gpu": layout for name, layout in LAYOUTS.items() if name.startswith(SCRATCH)
+    name + "_1gpu": layout
+    for name, layout in LAYOUTS.items()
+    if name.startswith(SCRATCH)
 }
 
 # preprocessing of each kind of weights: INPUT.FORMAT, MODEL.PIXEL_MEAN, MODEL.PIXEL_STD
@@ -60,7 +66,11 @@ PREPROCESSING = {
         [103.53, 116.28, 123.675],
         [1.0, 1.0, 1.0],
     ),
-    "detectron2://ImageNetPretrained/FAIR/X-101-32x8d.pkl": ("BGR", RGB[1][::-1], RGB[2][::-1]),
+    "detectron2://ImageNetPretrained/FAIR/X-101-32x8d.pkl": (
+        "BGR",
+        RGB[1][::-1],
+        RGB[2][::-1],
+    ),
     "": RGB,  # from scratch
 }
 

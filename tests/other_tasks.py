@@ -35,7 +35,9 @@ def write_other_tasks(folder: Path, config: ShapesConfig) -> None:
         panoptic.write_text(json.dumps(content))
 
 
-def register_panoptic(name: str, things: dict[str, Any], folder: Path, split: str) -> None:
+def register_panoptic(
+    name: str, things: dict[str, Any], folder: Path, split: str
+) -> None:
     """Register NAME_separated and NAME_stuffonly."""
     metadata = {
         **things,
@@ -53,7 +55,9 @@ def register_panoptic(name: str, things: dict[str, Any], folder: Path, split: st
     )
 
 
-def _write_panoptic(folder: Path, config: ShapesConfig, split: str, instances: Any) -> Any:
+def _write_panoptic(
+    folder: Path, config: ShapesConfig, split: str, instances: Any
+) -> Any:
     """Write the pictures of segments and of stuff; return the content of the panoptic json."""
     segments_folder = folder / f"panoptic_{split}"
     stuff_folder = folder / f"panoptic_stuff_{split}"
@@ -70,7 +74,9 @@ def _write_panoptic(folder: Path, config: ShapesConfig, split: str, instances: A
         red_green_blue = np.stack([ids, 0 * ids, 0 * ids], axis=-1)
         _save(red_green_blue, segments_folder / name)
         _save(ids == len(segments), stuff_folder / name)
-        labels.append({"image_id": image["id"], "file_name": name, "segments_info": segments})
+        labels.append(
+            {"image_id": image["id"], "file_name": name, "segments_info": segments}
+        )
 
     categories = [{**category, "isthing": 1} for category in instances["categories"]]
     categories.append({"id": BACKGROUND, "name": "background", "isthing": 0})

@@ -47,7 +47,9 @@ def register_shapes(folder: Path) -> None:
     for split in SHAPES.splits:
         name = f"{SHAPES.name}_{split}"
         file = folder / "annotations" / f"instances_{split}.json"
-        register_coco_instances(name, metadata | KEYPOINTS, str(file), str(folder / split))
+        register_coco_instances(
+            name, metadata | KEYPOINTS, str(file), str(folder / split)
+        )
         register_panoptic(f"{name}_panoptic", metadata, folder, split)
 
 

@@ -43,10 +43,14 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            base = (
+                ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            )
             module = ".".join(part for part in (base, node.module) if part)
             names |= (
-                {module} if node.module else {f"{module}.{alias.name}" for alias in node.names}
+                {module}
+                if node.module
+                else {f"{module}.{alias.name}" for alias in node.names}
             )
     return names
 
@@ -57,14 +61,20 @@ def room_of(module: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "workbench" else parts[0]
 
 
-FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+FILES = [
+    path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"
+]
 
 
 @pytest.mark.parametrize(
-    "path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix().removesuffix(".py")
+    "path",
+    FILES,
+    ids=lambda path: path.relative_to(PACKAGE).as_posix().removesuffix(".py"),
 )
 def test_a_room_imports_only_rooms_below_it(path):
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(
+        ".__init__"
+    )
     room = room_of(module)
     if room == "workbench":  # its public names, found lazily
         return
@@ -83,7 +93,9 @@ def test_a_room_imports_only_rooms_below_it(path):
 
 
 def test_importing_the_package_loads_no_workbench():
-    code = "import sys, gw_detectron; print([m for m in sys.modules if '.workbench' in m])"
+    code = (
+        "import sys, gw_detectron; print([m for m in sys.modules if '.workbench' in m])"
+    )
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

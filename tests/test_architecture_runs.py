@@ -9,7 +9,12 @@ from gw_detectron.norms.listing import norm_rows
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.run import Trainer
 
-from .architectures import ARCHITECTURES, gw_places, skip_without_operators, small_arguments
+from .architectures import (
+    ARCHITECTURES,
+    gw_places,
+    skip_without_operators,
+    small_arguments,
+)
 from .tiny_run import config_of
 
 #: what the evaluation of each reports

@@ -59,7 +59,10 @@ def test_an_error_of_the_caller_passes_and_leaves_nothing(tmp_path):
 
 def test_a_read_error_in_the_body_is_not_reported_as_a_failed_write(tmp_path):
     source = tmp_path / "source"
-    with pytest.raises(FileNotFoundError, match="source") as raised, atomic_write(tmp_path):
+    with (
+        pytest.raises(FileNotFoundError, match="source") as raised,
+        atomic_write(tmp_path),
+    ):
         source.read_bytes()
 
     assert not isinstance(raised.value, FileAccessError)
@@ -77,7 +80,10 @@ def test_an_error_without_a_file_is_the_callers(tmp_path, error):
 
 def test_a_full_disk_is_an_error_of_the_file(tmp_path):
     full = OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(FileAccessError, match="free disk space"), atomic_write(tmp_path / "a"):
+    with (
+        pytest.raises(FileAccessError, match="free disk space"),
+        atomic_write(tmp_path / "a"),
+    ):
         raise full
 
 
@@ -148,7 +154,9 @@ def test_a_failure_leaves_the_earlier_folder(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_an_error_between_the_renames_restores_the_earlier_folder(tmp_path, monkeypatch, error):
+def test_an_error_between_the_renames_restores_the_earlier_folder(
+    tmp_path, monkeypatch, error
+):
     output = tmp_path / "out"
     write_folder(output)
     rename = os.rename

@@ -10,9 +10,13 @@ from .tiny_run import arguments, config_of
 
 
 @pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("norm", ["GW", pytest.param("FrozenBN", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "norm", ["GW", pytest.param("FrozenBN", marks=pytest.mark.slow)]
+)
 def test_backbone_and_fpn_are_one_graph(norm, train):
-    cfg = read_config(f"COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_{norm}.yaml")
+    cfg = read_config(
+        f"COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_{norm}.yaml"
+    )
     cfg.MODEL.DEVICE = "cpu"
     cfg.MODEL.COMPILE = True
     backbone = Trainer.build_model(cfg).backbone.train(train)

@@ -25,7 +25,9 @@ def write(folder, text, name="a.yaml"):
 
 
 def run_tag(marker):
-    return f"VERSION: 2\nMODEL:\n  WEIGHTS: !!python/object/apply:os.mkdir ['{marker}']\n"
+    return (
+        f"VERSION: 2\nMODEL:\n  WEIGHTS: !!python/object/apply:os.mkdir ['{marker}']\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,9 @@ def test_a_yaml_over_its_bases_and_under_the_command_line(tmp_path):
 
 def test_a_base_may_be_a_list_and_the_name_of_a_shipped_config(tmp_path):
     write(tmp_path, "SEED: 3\nSOLVER:\n  MAX_ITER: 9\n", "b.yaml")
-    path = write(tmp_path, "_BASE_: [mask_rcnn_R_18_FPN_BN_GW_demo.yaml, b.yaml]\nSEED: 4\n")
+    path = write(
+        tmp_path, "_BASE_: [mask_rcnn_R_18_FPN_BN_GW_demo.yaml, b.yaml]\nSEED: 4\n"
+    )
 
     cfg = read_config(path)
 
@@ -180,7 +184,15 @@ def test_values_of_the_command_line_are_not_run(tmp_path, code):
         ),  # a text that reads as a number; "'2024'" is one that does not
         *(
             ([key, "1"], "Arguments")
-            for key in ("", ".", "MODEL", "MODEL.", "MODEL.DEVICE.c", "_BASE_", "MODEL.X")
+            for key in (
+                "",
+                ".",
+                "MODEL",
+                "MODEL.",
+                "MODEL.DEVICE.c",
+                "_BASE_",
+                "MODEL.X",
+            )
         ),
     ],
 )
@@ -191,7 +203,10 @@ def test_words_of_the_command_line_that_are_refused(words, named):
 
 @pytest.mark.parametrize(
     ("words", "key", "value"),
-    [(["--", "SEED", "3"], "SEED", 3), (["OUTPUT_DIR", "'2024'"], "OUTPUT_DIR", "2024")],
+    [
+        (["--", "SEED", "3"], "SEED", 3),
+        (["OUTPUT_DIR", "'2024'"], "OUTPUT_DIR", "2024"),
+    ],
 )
 def test_words_of_the_command_line_that_are_read(words, key, value):
     assert read_config(CONFIG, words)[key] == value

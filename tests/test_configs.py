@@ -24,7 +24,19 @@ from gw_detectron.layers import Solver
 from gw_detectron.modeling import build_checked_model
 
 from .architectures import ARCHITECTURES, gw_places, skip_without_operators
-from .coco_rows import LAYOUTS, PREPROCESSING, R50, RECIPE, SCRATCH, SEG, X101, B, F, G, W
+from .coco_rows import (
+    LAYOUTS,
+    PREPROCESSING,
+    R50,
+    RECIPE,
+    SCRATCH,
+    SEG,
+    X101,
+    B,
+    F,
+    G,
+    W,
+)
 from .tiny_run import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -34,7 +46,9 @@ ALL = sorted(
     if path.name != "datasets.yaml"
 )
 RUNNABLE = [name for name in ALL if not Path(name).name.startswith("Base-")]
-COCO = [name for name in RUNNABLE if name.startswith("COCO-") and name not in ARCHITECTURES]
+COCO = [
+    name for name in RUNNABLE if name.startswith("COCO-") and name not in ARCHITECTURES
+]
 FROM_SCRATCH = [name for name in COCO if name.startswith("COCO-FromScratch/")]
 
 
@@ -77,14 +91,20 @@ def tiny(cfg: CfgNode) -> CfgNode:
     """Scale a config to 64-pixel images with two objects each; keep depth and structure."""
     cfg.MODEL.DEVICE = "cpu"
     cfg.MODEL.WEIGHTS = ""
-    cfg.MODEL.RPN.BATCH_SIZE_PER_IMAGE = 2048  # all anchors, so that every level is in the loss
+    cfg.MODEL.RPN.BATCH_SIZE_PER_IMAGE = (
+        2048  # all anchors, so that every level is in the loss
+    )
     cfg.MODEL.RPN.PRE_NMS_TOPK_TRAIN = 32
     cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 8
     cfg.MODEL.ROI_BOX_HEAD.FC_DIM = 64  # the largest layer of an R-50 detector by far
 
     sizes = cfg.MODEL.ANCHOR_GENERATOR.SIZES
-    shrink = max(map(max, sizes)) / 64  # so that anchors of every level lie inside the image
-    cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[size / shrink for size in level] for level in sizes]
+    shrink = (
+        max(map(max, sizes)) / 64
+    )  # so that anchors of every level lie inside the image
+    cfg.MODEL.ANCHOR_GENERATOR.SIZES = [
+        [size / shrink for size in level] for level in sizes
+    ]
     return cfg
 
 
@@ -147,7 +167,9 @@ def test_trains_a_step_in_which_every_parameter_gets_a_gradient(name):
 
     assert ("loss_mask" in losses) == cfg.MODEL.MASK_ON
     assert ("loss_keypoint" in losses) == cfg.MODEL.KEYPOINT_ON
-    trainable = {key: value for key, value in model.named_parameters() if value.requires_grad}
+    trainable = {
+        key: value for key, value in model.named_parameters() if value.requires_grad
+    }
     for key, value in trainable.items():
         assert value.grad is not None, key
         assert value.grad.any(), key
@@ -230,7 +252,9 @@ def test_optimizer_treats_all_norms_by_the_recipe(name):
     model = skeleton(name)
     lr = {2: 0.0025, 8: 0.01, 16: 0.02}[cfg.SOLVER.IMS_PER_BATCH]
     is_frozen = cfg.MODEL.BACKBONE.FREEZE_AT == 2
-    frozen = ("backbone.bottom_up.stem.", "backbone.bottom_up.res2.") if is_frozen else ()
+    frozen = (
+        ("backbone.bottom_up.stem.", "backbone.bottom_up.res2.") if is_frozen else ()
+    )
 
     settings = {}
     for group in build_optimizer(cfg, model).param_groups:
@@ -258,7 +282,10 @@ def test_recipe_is_that_of_maskrcnn_benchmark(name):
     }
 
     assert values.items() >= RECIPE.items()
-    assert schedules[cfg.SOLVER.IMS_PER_BATCH] == (cfg.SOLVER.STEPS, cfg.SOLVER.MAX_ITER)
+    assert schedules[cfg.SOLVER.IMS_PER_BATCH] == (
+        cfg.SOLVER.STEPS,
+        cfg.SOLVER.MAX_ITER,
+    )
 
 
 @pytest.mark.parametrize("name", COCO)
@@ -305,7 +332,9 @@ def test_rows_of_one_table_differ_in_norms_and_weights_only(family):
         r"MODEL\.(WEIGHTS|PIXEL_MEAN|PIXEL_STD|RESNETS\.WHITEN_(NORM|POSITIONS)|.*\.NORM|ROI_BOX_HEAD\.SINGLE_RELU)"
         r"|INPUT\.FORMAT"
     )
-    rows = [name for name in COCO if name.startswith(family) and not name.endswith("_1gpu")]
+    rows = [
+        name for name in COCO if name.startswith(family) and not name.endswith("_1gpu")
+    ]
     first, *others = (dict(flat_items(load(name))) for name in rows)
 
     assert others
@@ -315,7 +344,9 @@ def test_rows_of_one_table_differ_in_norms_and_weights_only(family):
             assert allowed.fullmatch(key)
 
 
-@pytest.mark.parametrize("name", [name for name in FROM_SCRATCH if not name.endswith("_1gpu")])
+@pytest.mark.parametrize(
+    "name", [name for name in FROM_SCRATCH if not name.endswith("_1gpu")]
+)
 def test_one_gpu_config_is_the_eight_gpu_config_scaled_linearly(name):
     cfg = load(name)
     cfg.SOLVER.REFERENCE_WORLD_SIZE = 8

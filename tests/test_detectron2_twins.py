@@ -45,11 +45,21 @@ _WEIGHTS = {"MODEL.WEIGHTS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD", "INPUT.FORMA
     [
         ("mask_rcnn_R_50_FPN_3x_GW", "mask_rcnn_R_50_FPN_3x_gn", _NORMS | _WEIGHTS),
         ("mask_rcnn_R_50_FPN_3x_BN_GW", "mask_rcnn_R_50_FPN_3x_gn", _NORMS | _WEIGHTS),
-        ("scratch_mask_rcnn_R_50_FPN_3x_GW", "scratch_mask_rcnn_R_50_FPN_3x_gn", _NORMS),
-        ("scratch_mask_rcnn_R_50_FPN_3x_BN_GW", "scratch_mask_rcnn_R_50_FPN_3x_gn", _NORMS),
+        (
+            "scratch_mask_rcnn_R_50_FPN_3x_GW",
+            "scratch_mask_rcnn_R_50_FPN_3x_gn",
+            _NORMS,
+        ),
+        (
+            "scratch_mask_rcnn_R_50_FPN_3x_BN_GW",
+            "scratch_mask_rcnn_R_50_FPN_3x_gn",
+            _NORMS,
+        ),
     ],
 )
-def test_the_3x_rows_differ_from_detectron2s_in_norms_and_their_weights(ours, theirs, allowed):
+def test_the_3x_rows_differ_from_detectron2s_in_norms_and_their_weights(
+    ours, theirs, allowed
+):
     expected = dict(flat_items(detectron2.model_zoo.get_config(f"Misc/{theirs}.yaml")))
     values = dict(flat_items(load(f"Misc/{ours}")))
 
@@ -102,7 +112,9 @@ def test_the_lsj_twins_differ_from_detectron2s_in_norms(epochs):
 
     model = lazy_model(ours)
     assert weight_shapes(model) == weight_shapes(lazy_model(theirs))
-    layers = [module for module in model.modules() if isinstance(module, GroupWhitening2d)]
+    layers = [
+        module for module in model.modules() if isinstance(module, GroupWhitening2d)
+    ]
     assert len(layers) == 53 + 8 + 4 + 4
 
 
@@ -146,7 +158,13 @@ def test_the_lazy_row_of_table_4_has_the_optimizer_of_the_yaml(table_4):
     schedule = instantiate(lazy.lr_multiplier)
 
     assert decays(optimizer, of_lazy) == decays(expected, of_yaml)
-    for iteration, factor in ((0, 1 / 3), (500, 1), (59999, 1), (60000, 0.1), (80000, 0.01)):
+    for iteration, factor in (
+        (0, 1 / 3),
+        (500, 1),
+        (59999, 1),
+        (60000, 0.1),
+        (80000, 0.01),
+    ):
         assert schedule(iteration / 90000) == pytest.approx(factor)
 
 

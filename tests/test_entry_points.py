@@ -70,7 +70,11 @@ def write_harm(kind, folder):
 
 @pytest.mark.parametrize(
     ("command", "kind"),
-    [*((command, "pickle") for command in COMMANDS), ("train", "archive"), ("train", "legacy")],
+    [
+        *((command, "pickle") for command in COMMANDS),
+        ("train", "archive"),
+        ("train", "legacy"),
+    ],
 )
 def test_code_in_weights_is_not_run(command, kind, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -87,7 +91,9 @@ def test_code_in_weights_is_not_run(command, kind, tmp_path, monkeypatch):
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS.values() if "{config}" in line])
+@pytest.mark.parametrize(
+    "line", [line for line in COMMANDS.values() if "{config}" in line]
+)
 def test_code_in_yaml_is_not_run(line, tmp_path, monkeypatch):
     config = tmp_path / "harm.yaml"
     marker = tmp_path / "harm"

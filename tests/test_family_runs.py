@@ -15,10 +15,14 @@ from gw_detectron.workbench.run import Trainer
 
 from .tiny_run import OPTS, ROOT, arguments, config_of, key_words
 
-CONFIG = ROOT / "configs" / "quick_schedules" / "faster_rcnn_R_18_FPN_family_synthetic.yaml"
+CONFIG = (
+    ROOT / "configs" / "quick_schedules" / "faster_rcnn_R_18_FPN_family_synthetic.yaml"
+)
 DOCUMENT = (ROOT / "docs" / "whitening.md").read_text()
 #: the document's table of members: member -> norm name
-MEMBERS = dict(re.findall(r"^\| (\w+) \| `([^`]+)` \| [^|]+ \|$", DOCUMENT, re.MULTILINE))
+MEMBERS = dict(
+    re.findall(r"^\| (\w+) \| `([^`]+)` \| [^|]+ \|$", DOCUMENT, re.MULTILINE)
+)
 #: the one outside the long tail; runs with Group Whitening are in other tests
 FAST = "BW_Sigma"
 SMALL = {key: value for key, value in OPTS.items() if not key.startswith("SOLVER.")}
@@ -49,7 +53,10 @@ def test_the_documentation_lists_sixteen_different_members():
 
 @pytest.mark.parametrize(
     "member",
-    [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in MEMBERS],
+    [
+        pytest.param(name, marks=() if name == FAST else pytest.mark.slow)
+        for name in MEMBERS
+    ],
 )
 def test_it_trains_evaluates_and_comes_back(member, tmp_path):
     trainer = trainer_for(MEMBERS[member], tmp_path)
@@ -84,4 +91,6 @@ def check_same_features(model: torch.nn.Module, again: torch.nn.Module) -> None:
         assert torch.equal(features[level], expected)
         # evaluation depends on the running averages, not on the other images
         largest = expected.abs().max().item()
-        torch.testing.assert_close(single[level], expected[:1], rtol=0, atol=1e-3 * largest)
+        torch.testing.assert_close(
+            single[level], expected[:1], rtol=0, atol=1e-3 * largest
+        )

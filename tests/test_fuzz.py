@@ -71,7 +71,9 @@ LEAVES = (
     | st.text()
 )
 VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner), max_leaves=6
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner),
+    max_leaves=6,
 )
 WORDS = st.text(max_size=4) | st.sampled_from(
     [
@@ -85,7 +87,16 @@ WORDS = st.text(max_size=4) | st.sampled_from(
         str(ROOT),
         "MODEL.WEIGHTS",
     ]
-    + ["SOLVER.BASE_LR", "MODEL.NO_KEY", "=", "--", "-x", "gw://none", "s3://x", "\udc80"]
+    + [
+        "SOLVER.BASE_LR",
+        "MODEL.NO_KEY",
+        "=",
+        "--",
+        "-x",
+        "gw://none",
+        "s3://x",
+        "\udc80",
+    ]
 )
 COMMANDS = {  # flags, and words that stop the command before minutes of work
     "train": (
@@ -93,7 +104,10 @@ COMMANDS = {  # flags, and words that stop the command before minutes of work
         ["SOLVER.MAX_ITER", "0"],
     ),
     "weights convert": ("--norm --preprocessing --force", []),
-    "export": ("--config-file --output --format --one-image", ["MODEL.WEIGHTS", "none.pth"]),
+    "export": (
+        "--config-file --output --format --one-image",
+        ["MODEL.WEIGHTS", "none.pth"],
+    ),
 }
 
 
@@ -171,7 +185,9 @@ def test_a_changed_state_dict_is_used_completely_or_refused(tmp_path, changes):
         assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
     torch.save({"model": changed(detector.state_dict(), changes)}, tmp_path / "w.pth")
     with contextlib.suppress(UserError):
-        assert not load_checkpoint(detector, open_checkpoint(str(tmp_path / "w.pth"))).missing
+        assert not load_checkpoint(
+            detector, open_checkpoint(str(tmp_path / "w.pth"))
+        ).missing
 
 
 JSON = st.recursive(
@@ -200,7 +216,9 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 @given(
     changes=st.lists(
-        st.tuples(st.integers(0, 500), st.sampled_from(["set", "drop", "repeat"]), JSON),
+        st.tuples(
+            st.integers(0, 500), st.sampled_from(["set", "drop", "repeat"]), JSON
+        ),
         max_size=3,
     ),
     training=st.booleans(),

@@ -24,7 +24,10 @@ def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "detectron2/model_zoo/__init__.py": "",
         "detectron2/model_zoo/configs/COCO-Detection/a.yaml": "VERSION: 2\n",
         "detectron2/model_zoo/configs/common/train.py": "",
-        **{f"projects/{project}/__init__.py": "" for project in install_detectron2.PROJECTS},
+        **{
+            f"projects/{project}/__init__.py": ""
+            for project in install_detectron2.PROJECTS
+        },
     }
 
     archive = tmp_path / "a.tar.gz"
@@ -34,7 +37,9 @@ def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             info.size = len(text)
             tar.addfile(info, io.BytesIO(text.encode()))
 
-    monkeypatch.setattr(install_detectron2, "PATCHES", [("masks.py", r"\bnp\.bool\b", "bool")])
+    monkeypatch.setattr(
+        install_detectron2, "PATCHES", [("masks.py", r"\bnp\.bool\b", "bool")]
+    )
     monkeypatch.setattr(install_detectron2, "read_archive", Path.read_bytes)
     return archive
 
@@ -70,7 +75,9 @@ def test_wheel_of_a_patched_tree(release: Path, tmp_path: Path):
 def test_patch_that_does_not_fit_is_refused(
     release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(install_detectron2, "PATCHES", [("masks.py", "pkg_resources", "")])
+    monkeypatch.setattr(
+        install_detectron2, "PATCHES", [("masks.py", "pkg_resources", "")]
+    )
     with pytest.raises(InstallError, match=r"masks\.py"):
         install_detectron2.build_wheel(release, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -36,7 +36,10 @@ sys.meta_path.insert(0, Hide())
 def run(code: str, *words: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-W", "ignore", "-c", code, *words]
     return subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
 
 
@@ -116,10 +119,14 @@ print("trained", sum("GroupWhitening2d" in type(m).__name__ for m in trainer.mod
 """
 
 
-def test_a_stock_script_trains_with_our_yaml_by_the_environment_module(shapes, tmp_path):
+def test_a_stock_script_trains_with_our_yaml_by_the_environment_module(
+    shapes, tmp_path
+):
     (tmp_path / "stock.py").write_text(STOCK)
     flags = words(tmp_path / "output", SOLVER__MAX_ITER=2, SOLVER__STEPS="(1,)")
-    variables = environment(SHAPES=str(shapes), DETECTRON2_ENV_MODULE="gw_detectron.env")
+    variables = environment(
+        SHAPES=str(shapes), DETECTRON2_ENV_MODULE="gw_detectron.env"
+    )
 
     ended = subprocess.run(
         [sys.executable, "stock.py", *flags],
@@ -136,9 +143,20 @@ def test_a_stock_script_trains_with_our_yaml_by_the_environment_module(shapes, t
 
 def test_git_commit(tmp_path, monkeypatch):
     def git(*words):
-        identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        identity = (
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@b",
+            "-c",
+            "commit.gpgsign=false",
+        )
         done = subprocess.run(
-            ["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+            ["git", *identity, *words],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+            text=True,
         )
         return done.stdout.strip()
 

@@ -40,7 +40,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, source)
 
-    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(source))
+    pip(
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(out),
+        str(source),
+    )
     (file,) = out.glob("*.whl")
     return file
 
@@ -55,8 +62,12 @@ def test_the_wheel_holds_all_code_and_all_configs(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (folder,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
-        metadata = importlib.metadata.PathDistribution(zipfile.Path(archive, f"{folder}/"))
-        required = {canonicalize_name(Requirement(line).name) for line in metadata.requires}
+        metadata = importlib.metadata.PathDistribution(
+            zipfile.Path(archive, f"{folder}/")
+        )
+        required = {
+            canonicalize_name(Requirement(line).name) for line in metadata.requires
+        }
         version = metadata.version
     files = {name for name in names if not name.startswith(folder)}
 
@@ -71,10 +82,13 @@ def test_the_wheel_holds_all_code_and_all_configs(wheel):
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_registers_the_components_and_serves_the_configs(wheel, tmp_path):
+def test_an_installed_wheel_registers_the_components_and_serves_the_configs(
+    wheel, tmp_path
+):
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")],
+        check=True,
     )
     pip("--python", str(python), "install", "--no-deps", str(wheel))
     code = """
@@ -176,7 +190,9 @@ def test_everything_that_setup_installs_is_locked_with_hashes():
     for requirement in map(Requirement, wanted):
         name = canonicalize_name(requirement.name)
         if name != "gw-detectron":
-            assert requirement.specifier.contains(locked[name]), f"{name}: run `make lock`"
+            assert requirement.specifier.contains(locked[name]), (
+                f"{name}: run `make lock`"
+            )
     for name in ("torch", "detectron2", "gw-detectron", "pytest"):
         assert requirements(name) <= locked.keys(), f"{name}: run `make lock`"
 

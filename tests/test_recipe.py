@@ -351,8 +351,12 @@ def test_a_run_with_auto_keeps_its_recipe_when_its_data_have_grown(run, tmp_path
 
 def test_keys_of_the_users_own_yaml_stay(run, tmp_path):
     shipped = shipped_configs()["Own-Data/own_faster_rcnn_R_18_FPN_GN.yaml"]
-    (tmp_path / "base.yaml").write_text(f"_BASE_: {shipped}\nSOLVER: {{BASE_LR: 0.003}}\n")
-    (tmp_path / "mine.yaml").write_text("_BASE_: base.yaml\nINPUT: {MIN_SIZE_TRAIN: [99]}\n")
+    (tmp_path / "base.yaml").write_text(
+        f"_BASE_: {shipped}\nSOLVER: {{BASE_LR: 0.003}}\n"
+    )
+    (tmp_path / "mine.yaml").write_text(
+        "_BASE_: base.yaml\nINPUT: {MIN_SIZE_TRAIN: [99]}\n"
+    )
 
     cfg = run("--auto", "--config-file", f"{tmp_path}/mine.yaml")
 

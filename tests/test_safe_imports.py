@@ -32,7 +32,9 @@ def test_helper_processes_ignore_modules_of_the_current_folder(tmp_path, method)
     (elsewhere / "main.py").write_text(PROGRAM)
 
     command = [sys.executable, str(elsewhere / "main.py"), method]
-    process = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120)
+    process = subprocess.run(
+        command, cwd=here, capture_output=True, text=True, timeout=120
+    )
     assert process.returncode == 0, process.stderr
     assert str(here) not in process.stdout
     assert not list(here.glob("ran_*"))

@@ -54,7 +54,9 @@ def test_the_commands_for_training(user):
 
 
 def test_the_configs_of_the_table_start_as_it_says(user):
-    rows = re.findall(r"^\| .* \| `([\w/.-]+\.yaml)` \| (.*) \|$", PAGE, flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| .* \| `([\w/.-]+\.yaml)` \| (.*) \|$", PAGE, flags=re.MULTILINE
+    )
     assert len(rows) == 6
     for name, start in rows:
         cfg = config([*SMALL[:4], "--config-file", f"configs/{name}"])
@@ -96,11 +98,18 @@ def test_voc_boxes_become_coco(tmp_path, monkeypatch):
 
     content = convert(monkeypatch, "bccd", tmp_path, "--max-side", "20")
 
-    assert [category["name"] for category in content["categories"]] == ["ant", "cat", "dog"]
+    assert [category["name"] for category in content["categories"]] == [
+        "ant",
+        "cat",
+        "dog",
+    ]
     annotations = content["annotations"]  # of dog and cat
     assert [annotation["category_id"] for annotation in annotations] == [3, 2]
     assert [annotation["iscrowd"] for annotation in annotations] == [0, 1]
-    assert [annotation["bbox"] for annotation in annotations] == [[0, 0, 20, 10], [5, 2, 5, 5]]
+    assert [annotation["bbox"] for annotation in annotations] == [
+        [0, 0, 20, 10],
+        [5, 2, 5, 5],
+    ]
 
 
 def voc_object(name, difficult, box):
@@ -182,7 +191,13 @@ def test_the_commands_run_in_their_order(user):
 
     def run(command, **changes):
         ended = subprocess.run(
-            [sys.executable, "-m", "gw_detectron", *command[1:], *key_words(tiny | changes)],
+            [
+                sys.executable,
+                "-m",
+                "gw_detectron",
+                *command[1:],
+                *key_words(tiny | changes),
+            ],
             env=environment(),
             capture_output=True,
             text=True,
@@ -192,7 +207,13 @@ def test_the_commands_run_in_their_order(user):
         return ended.stdout
 
     run(SMALL)
-    written = {"config.yaml", "datasets.yaml", "datasets", "model_final.pth", "metrics.json"}
+    written = {
+        "config.yaml",
+        "datasets.yaml",
+        "datasets",
+        "model_final.pth",
+        "metrics.json",
+    }
     assert written <= set(os.listdir("output/small"))
     assert "Starting training from iteration 4" in run(RESUME, **{"SOLVER.MAX_ITER": 6})
 

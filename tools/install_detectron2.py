@@ -25,9 +25,7 @@ from pathlib import Path
 
 SDIST = "pb1-detectron2==0.6"
 SDIST_SHA256 = "5d2e9e51e523ec72f6a31cca04b0a515492e9514b773a3d134cedc0677170b29"
-VERSION = (
-    "0.6+pure.2"  # Change it with the patches: "+pure" builds of another version are replaced.
-)
+VERSION = "0.6+pure.2"  # Change it with the patches: "+pure" builds of another version are replaced.
 
 # The dependencies of the release, without those of its Caffe2 export (future, pydot) and without its pin of black.
 # OpenCV is not declared, as in the release: several packages provide cv2 and only one may be installed.
@@ -51,7 +49,11 @@ DEPENDENCIES = (
     "black",
 )
 
-PROJECTS = ("PointRend/point_rend", "DeepLab/deeplab", "Panoptic-DeepLab/panoptic_deeplab")
+PROJECTS = (
+    "PointRend/point_rend",
+    "DeepLab/deeplab",
+    "Panoptic-DeepLab/panoptic_deeplab",
+)
 
 # (file, regular expression, replacement)
 PATCHES = (
@@ -102,7 +104,11 @@ PATCHES = (
         "from torch.amp import GradScaler",
     ),
     ("engine/train_loop.py", r"with autocast\(\):", 'with torch.autocast("cuda"):'),
-    ("modeling/anchor_generator.py", r"meshgrid\((.*)\)$", r'meshgrid(\1, indexing="ij")'),
+    (
+        "modeling/anchor_generator.py",
+        r"meshgrid\((.*)\)$",
+        r'meshgrid(\1, indexing="ij")',
+    ),
 )
 
 STUB = '''\
@@ -161,7 +167,9 @@ def say(message: str) -> None:
 
 def run(command: Sequence[str], task: str) -> None:
     """Run a command quietly; raise InstallError with the end of its output if it fails."""
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    result = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     if result.returncode:
         tail = "\n".join((result.stdout + result.stderr).strip().splitlines()[-15:])
         raise InstallError(f"{task} failed:\n{tail}")
@@ -197,7 +205,13 @@ def download(folder: Path) -> Path:
         "--no-binary",
         ":all:",
     ]
-    options += ["--require-hashes", "--requirement", str(requirements), "--dest", str(folder)]
+    options += [
+        "--require-hashes",
+        "--requirement",
+        str(requirements),
+        "--dest",
+        str(folder),
+    ]
     say(f"Downloading {SDIST}.")
     failures = []
     for pip in pip_commands():
@@ -230,7 +244,9 @@ def patch_tree(root: Path) -> None:
     package = root / "detectron2"
     for name, pattern, replacement in PATCHES:
         file = package / name
-        text, count = re.subn(pattern, replacement, file.read_text("utf-8"), flags=re.MULTILINE)
+        text, count = re.subn(
+            pattern, replacement, file.read_text("utf-8"), flags=re.MULTILINE
+        )
         if not count:
             raise InstallError(
                 f"{name}: {pattern!r} is not in it; the source archive is not {SDIST}."
@@ -339,7 +355,10 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--wheel-dir", type=Path, metavar="DIR", help="only build the wheel and write it to DIR"
+        "--wheel-dir",
+        type=Path,
+        metavar="DIR",
+        help="only build the wheel and write it to DIR",
     )
     parser.add_argument(
         "--sdist",
@@ -347,7 +366,9 @@ def main(argv: list[str] | None = None) -> int:
         metavar="FILE",
         help="use this source archive instead of a download",
     )
-    parser.add_argument("--force", action="store_true", help="replace an installed detectron2")
+    parser.add_argument(
+        "--force", action="store_true", help="replace an installed detectron2"
+    )
     args = parser.parse_args(argv)
     try:
         if args.wheel_dir is None:

@@ -25,14 +25,20 @@ COMBINATIONS = {
 TESTS = [
     "modeling",
     "weights",
-    "checkpoint",
-    "engine",
-    "preflight",
-    "export",
+    "workbench/dataset",
+    "workbench/run",
+    "workbench/export",
     "test_configs.py",
 ]
 CONFIG = "quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml"
-DEMO = ["MODEL.DEVICE", "cpu", "SOLVER.MAX_ITER", "20", "SOLVER.CHECKPOINT_PERIOD", "10"]
+DEMO = [
+    "MODEL.DEVICE",
+    "cpu",
+    "SOLVER.MAX_ITER",
+    "20",
+    "SOLVER.CHECKPOINT_PERIOD",
+    "10",
+]
 PROBE = """
 import json, platform, detectron2.modeling
 from importlib.metadata import version
@@ -47,12 +53,18 @@ def build_environment(name: str) -> Path:
     """Create a virtual environment with one combination; return its interpreter."""
     folder, wheels = BUILD / name, BUILD / "wheel"
     subprocess.run(
-        [sys.executable, ROOT / "tools" / "install_detectron2.py", "--wheel-dir", wheels],
+        [
+            sys.executable,
+            ROOT / "tools" / "install_detectron2.py",
+            "--wheel-dir",
+            wheels,
+        ],
         check=True,
     )
     uv, python = Path(sys.executable).with_name("uv"), folder / "bin" / "python"
     subprocess.run(
-        [uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True
+        [uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder],
+        check=True,
     )
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"

@@ -28,7 +28,10 @@ train.max_iter = 90000
 
 optimizer = L(torch.optim.SGD)(
     params=L(get_default_optimizer_params)(
-        base_lr="${..lr}", weight_decay_norm=1e-4, weight_decay_bias=0.0, bias_lr_factor=2.0
+        base_lr="${..lr}",
+        weight_decay_norm=1e-4,
+        weight_decay_bias=0.0,
+        bias_lr_factor=2.0,
     ),
     lr=0.02,
     momentum=0.9,

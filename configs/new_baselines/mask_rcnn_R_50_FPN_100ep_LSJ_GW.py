@@ -16,7 +16,11 @@ require_packages(
     "Large-scale jitter, which crops polygons", "shapely"
 )  # else an error at the first batch
 _config = get_config("new_baselines/mask_rcnn_R_50_FPN_100ep_LSJ.py")
-dataloader, lr_multiplier, model = _config.dataloader, _config.lr_multiplier, _config.model
+dataloader, lr_multiplier, model = (
+    _config.dataloader,
+    _config.lr_multiplier,
+    _config.model,
+)
 optimizer, train = _config.optimizer, _config.train
 
 model.backbone._target_ = GWFPN

@@ -1,5 +1,11 @@
 # Detectron2's new_baselines/mask_rcnn_R_50_FPN_200ep_LSJ.py with Group Whitening in place of synchronized BN.
-from .mask_rcnn_R_50_FPN_100ep_LSJ_GW import dataloader, lr_multiplier, model, optimizer, train  # noqa: F401
+from .mask_rcnn_R_50_FPN_100ep_LSJ_GW import (  # noqa: F401
+    dataloader,
+    lr_multiplier,
+    model,
+    optimizer,
+    train,
+)
 
 train.max_iter *= 2  # 100 -> 200 epochs
 lr_multiplier.scheduler.milestones = [

@@ -33,7 +33,9 @@ class ShapesConfig:
 
     num_train: int = 800
     num_val: int = 100
-    seed: int = 0  # each image has its own stream: a larger split begins with the same images
+    seed: int = (
+        0  # each image has its own stream: a larger split begins with the same images
+    )
     min_side: int = 112  # pixels; height and width are drawn independently
     max_side: int = 176
     min_objects: int = 1
@@ -115,7 +117,9 @@ def write_shapes(folder: str | os.PathLike[str], config: ShapesConfig) -> None:
             indices = range(config.count(split))
             for index in progress_bar(indices, desc=f"drawing {split}", unit="image"):
                 scene = draw_scene(config, split, index)
-                image = _write_photo(scene, new / split, next(image_ids), config.jpeg_quality)
+                image = _write_photo(
+                    scene, new / split, next(image_ids), config.jpeg_quality
+                )
                 images.append(image)
                 for shown in scene.objects:
                     annotation = to_coco(shown, image["id"], next(annotation_ids))
@@ -126,12 +130,19 @@ def write_shapes(folder: str | os.PathLike[str], config: ShapesConfig) -> None:
             file.write_text(json.dumps(content, separators=(",", ":")))
 
 
-def _write_photo(scene: Scene, folder: Path, image_id: int, quality: int) -> dict[str, Any]:
+def _write_photo(
+    scene: Scene, folder: Path, image_id: int, quality: int
+) -> dict[str, Any]:
     """Write a scene as a JPEG file; return its entry in ``images``."""
     photo = Image.fromarray(scene.image())
     name = f"{image_id:06d}.jpg"
     photo.save(folder / name, quality=quality)
-    return {"id": image_id, "file_name": name, "height": photo.height, "width": photo.width}
+    return {
+        "id": image_id,
+        "file_name": name,
+        "height": photo.height,
+        "width": photo.width,
+    }
 
 
 def _content(
@@ -146,7 +157,8 @@ def _content(
         config.name: {"format": _FORMAT, **dataclasses.asdict(config)},
     }
     categories = [
-        {"id": number, "name": name} for number, name in enumerate(config.class_names, start=1)
+        {"id": number, "name": name}
+        for number, name in enumerate(config.class_names, start=1)
     ]
     return {
         "info": info,

@@ -161,7 +161,9 @@ class Scene:
         across = cos * y - sin * x
         return along, across
 
-    def _add(self, category: int, region: Array, area: float, crowd: bool = False) -> bool:
+    def _add(
+        self, category: int, region: Array, area: float, crowd: bool = False
+    ) -> bool:
         """Put an object on top unless it, at the border, or one below would be hidden too much."""
         visible = np.maximum(region, self._frame)
         new = SceneObject(category, visible, area, crowd)

@@ -18,19 +18,28 @@ KINDS = {"bbox": "box", "segm": "mask"}
 def draw(files: list[Path]) -> pyplot.Figure:
     """Draw the scored runs of each file, and their mean."""
     figure, all_axes = pyplot.subplots(
-        1, len(files), figsize=(5.5 * len(files), 3), squeeze=False, layout="constrained"
+        1,
+        len(files),
+        figsize=(5.5 * len(files), 3),
+        squeeze=False,
+        layout="constrained",
     )
     for axes, file in zip(all_axes[0], files, strict=True):
         runs = [
             run for run in map(json.loads, file.read_text().splitlines()) if run["seed"]
         ]  # seed 0 chose the rates
-        norms = list(dict.fromkeys(run["norm"] for run in runs))[::-1]  # from top to bottom
+        norms = list(dict.fromkeys(run["norm"] for run in runs))[
+            ::-1
+        ]  # from top to bottom
         for place, norm in enumerate(norms):
             values = [run["AP"] for run in runs if run["norm"] == norm]
             axes.plot(values, [place] * len(values), "o", color="#3f51b5", alpha=0.6)
             axes.plot(mean(values), place, "|", color="black", markersize=22)
             axes.annotate(
-                f"{mean(values):.1f}", (mean(values), place + 0.4), ha="center", fontsize=9
+                f"{mean(values):.1f}",
+                (mean(values), place + 0.4),
+                ha="center",
+                fontsize=9,
             )
         axes.set(
             title=file.parent.name,
@@ -45,4 +54,6 @@ def draw(files: list[Path]) -> pyplot.Figure:
 
 if __name__ == "__main__":
     with atomic_write(Path(sys.argv[1])) as temporary:
-        draw([Path(name) for name in sys.argv[2:]]).savefig(temporary, format="png", dpi=110)
+        draw([Path(name) for name in sys.argv[2:]]).savefig(
+            temporary, format="png", dpi=110
+        )

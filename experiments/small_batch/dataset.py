@@ -32,8 +32,18 @@ TEXTURES: dict[str, Callable[[Array, Array], Array]] = {
     "dotted": _dots,
 }
 _CLASSES = (
-    *(("striped", "disk"), ("dotted", "disk"), ("striped", "square"), ("checkered", "square")),
-    *(("dotted", "triangle"), ("checkered", "triangle"), ("plain", "star"), ("plain", "cross")),
+    *(
+        ("striped", "disk"),
+        ("dotted", "disk"),
+        ("striped", "square"),
+        ("checkered", "square"),
+    ),
+    *(
+        ("dotted", "triangle"),
+        ("checkered", "triangle"),
+        ("plain", "star"),
+        ("plain", "cross"),
+    ),
 )
 _SHAPES = {shape.name: shape for shape in SHAPES}
 # the classes first
@@ -69,8 +79,12 @@ class HardScene(Scene):
         for _ in range(self.rng.integers(_MOST_LOOK_ALIKES + 1)):
             category = int(self.rng.integers(self.num_classes, len(self.shapes)))
             radius = self.short * self.rng.uniform(0.05, 0.25)
-            placed = self._place(category, radius, self.rng.uniform(0, 1, 2) * self._size)
-            self._paint(placed.region, self._texture(category, placed.x, placed.y, radius))
+            placed = self._place(
+                category, radius, self.rng.uniform(0, 1, 2) * self._size
+            )
+            self._paint(
+                placed.region, self._texture(category, placed.x, placed.y, radius)
+            )
 
     def _add_bar(self) -> None:
         """Try to put a bar across the last object."""

@@ -12,7 +12,11 @@ from .batch_renorm import BatchRenorm2d
 from .batch_whitening import BatchWhitening2d, FrozenBatchWhitening2d
 from .group_whitening import GroupWhitening2d
 from .shared_statistics import ImageStatistics
-from .weight_standardization import WeightStandardized, standardize_weight, standardize_weights
+from .weight_standardization import (
+    WeightStandardized,
+    standardize_weight,
+    standardize_weights,
+)
 
 __all__ = [
     "SOLVERS",

@@ -302,7 +302,9 @@ class GroupRotation(nn.Module):
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupRotation":
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> "GroupRotation":
         """Convert tensors, but stay in float32 or wider: torch.linalg.solve has no half-precision kernel."""
         super()._apply(fn, recurse)
         dtypes = {parameter.dtype for parameter in self.parameters()}

@@ -55,7 +55,9 @@ class GroupWhitening2d(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "forward" in vars(cls) and "fuses_relu" not in vars(cls):
-            cls.fuses_relu = False  # its forward may not take relu, or change what comes out
+            cls.fuses_relu = (
+                False  # its forward may not take relu, or change what comes out
+            )
 
     def __init__(
         self,
@@ -80,8 +82,12 @@ class GroupWhitening2d(nn.Module):
         self.weight = None
         self.bias = None
         if affine:
-            self.weight = nn.Parameter(torch.ones(num_channels, device=device, dtype=dtype))
-            self.bias = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
+            self.weight = nn.Parameter(
+                torch.ones(num_channels, device=device, dtype=dtype)
+            )
+            self.bias = nn.Parameter(
+                torch.zeros(num_channels, device=device, dtype=dtype)
+            )
 
     def reset_parameters(self) -> None:
         """Set the scale to 1 and the shift to 0."""

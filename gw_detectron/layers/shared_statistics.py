@@ -45,7 +45,9 @@ class ImageStatistics:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.layers: list[Any] = [module for module in modules if _is_per_sample_norm(module)]
+        self.layers: list[Any] = [
+            module for module in modules if _is_per_sample_norm(module)
+        ]
         self._moments: dict[tuple[int, int], _Moments] = {}  # of a layer's call
         self._matrices: dict[tuple[int, int], Tensor] = {}
 
@@ -82,13 +84,17 @@ class ImageStatistics:
             groups = getattr(layer, "num_groups", x.shape[1])
             rows = tiles.reshape(groups, -1)  # (g, M) of all tiles
             if gather:
-                self._add(key, _Moments.of(rows, full=isinstance(layer, GroupWhitening2d)))
+                self._add(
+                    key, _Moments.of(rows, full=isinstance(layer, GroupWhitening2d))
+                )
             if key not in self._matrices:
                 self._matrices[key] = _whitening(layer, self._moments[key]).to(rows)
 
             centered = rows - self._moments[key].mean.to(rows)[:, None]
             matrix = self._matrices[key]
-            rows = matrix @ centered if matrix.dim() == 2 else matrix[:, None] * centered
+            rows = (
+                matrix @ centered if matrix.dim() == 2 else matrix[:, None] * centered
+            )
 
             y = rows.reshape(tiles.shape).transpose(0, 1)
             y = apply_affine(y, layer.weight, layer.bias, relu)
@@ -140,7 +146,9 @@ class _Moments:
         shift = other.mean - self.mean
         mean = self.mean + shift * (other.count / count)
 
-        spread = torch.outer(shift, shift) if self.scatter.dim() == 2 else shift.square()
+        spread = (
+            torch.outer(shift, shift) if self.scatter.dim() == 2 else shift.square()
+        )
         between = spread * (self.count * other.count / count)
         scatter = self.scatter + other.scatter + between
         return _Moments(count, mean, scatter)

@@ -43,9 +43,14 @@ class _StockComponent(NamedTuple):
 _RESNET = "MODEL.RESNETS.NORM"
 _FPN = "MODEL.FPN.NORM"
 _STOCK_COMPONENTS = (
-    _StockComponent(_BACKBONE, "build_resnet_backbone", "build_gw_resnet_backbone", (_RESNET,)),
     _StockComponent(
-        _BACKBONE, "build_resnet_fpn_backbone", "build_gw_resnet_fpn_backbone", (_RESNET, _FPN)
+        _BACKBONE, "build_resnet_backbone", "build_gw_resnet_backbone", (_RESNET,)
+    ),
+    _StockComponent(
+        _BACKBONE,
+        "build_resnet_fpn_backbone",
+        "build_gw_resnet_fpn_backbone",
+        (_RESNET, _FPN),
     ),
     _StockComponent(
         _BACKBONE,
@@ -110,7 +115,9 @@ def build_checked_model(cfg: CfgNode, device: str | None = None) -> nn.Module:
     """
     if device is not None:
         cfg = changed_config(cfg, {"MODEL.DEVICE": device})
-    without_memory = torch.device("meta") if device == "meta" else contextlib.nullcontext()
+    without_memory = (
+        torch.device("meta") if device == "meta" else contextlib.nullcontext()
+    )
     try:
         with without_memory:
             return build_model(cfg)
@@ -139,7 +146,9 @@ def _reason(error: Exception) -> str:
 def object_count_keys(cfg: CfgNode) -> list[str]:
     """Return the keys that count the classes of objects, such as MODEL.ROI_HEADS.NUM_CLASSES."""
     nodes = CLASS_COUNTS.get(cfg.MODEL.META_ARCHITECTURE, {})
-    return [f"MODEL.{node}.NUM_CLASSES" for node in nodes if nodes[node] == "thing_classes"]
+    return [
+        f"MODEL.{node}.NUM_CLASSES" for node in nodes if nodes[node] == "thing_classes"
+    ]
 
 
 def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:

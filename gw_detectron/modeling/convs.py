@@ -33,7 +33,13 @@ class ConvNormReLU(Conv2d):
         if not (norm_fuses and is_relu):
             return super().forward(x)
         x = F.conv2d(
-            x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+            x,
+            self.weight,
+            self.bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
         )
         return self.norm(x, relu=True)
 
@@ -56,7 +62,14 @@ class TorchvisionDeformConv(DeformConv):
 
     def forward(self, x: Tensor, offset: Tensor, mask: Tensor | None = None) -> Tensor:
         x = deform_conv2d(
-            x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask
+            x,
+            offset,
+            self.weight,
+            self.bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            mask,
         )
         if self.norm is not None:
             x = self.norm(x)

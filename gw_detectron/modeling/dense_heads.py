@@ -42,7 +42,9 @@ class GWRetinaNetHead(RetinaNetHead):
     """
 
     @configurable
-    def __init__(self, *, conv_dims: Sequence[int], norm: Norm = "", **kwargs: Any) -> None:
+    def __init__(
+        self, *, conv_dims: Sequence[int], norm: Norm = "", **kwargs: Any
+    ) -> None:
         norm = resolve_norm(norm, where="GWRetinaNetHead, norm")
         norm = _for_channels(norm, conv_dims)
         super().__init__(conv_dims=conv_dims, norm=norm, **kwargs)
@@ -60,7 +62,9 @@ class GWFCOSHead(FCOSHead):
     Detectron2 builds FCOS in Python or by a LazyConfig only: ``model.head._target_ = GWFCOSHead``.
     """
 
-    def __init__(self, *, conv_dims: Sequence[int], norm: Norm = "", **kwargs: Any) -> None:
+    def __init__(
+        self, *, conv_dims: Sequence[int], norm: Norm = "", **kwargs: Any
+    ) -> None:
         norm = resolve_norm(norm, where="GWFCOSHead, norm")
         norm = _for_channels(norm, conv_dims)
         super().__init__(conv_dims=conv_dims, norm=norm, **kwargs)
@@ -73,7 +77,9 @@ class GWRetinaNet(RetinaNet):
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         # Detectron2 names the class of the head in its source. Let it build the head without norm, and replace it.
-        arguments = super().from_config(changed_config(cfg, {"MODEL.RETINANET.NORM": ""}))
+        arguments = super().from_config(
+            changed_config(cfg, {"MODEL.RETINANET.NORM": ""})
+        )
         shapes = arguments["backbone"].output_shape()
         levels = [shapes[name] for name in arguments["head_in_features"]]
         return arguments | {"head": GWRetinaNetHead(cfg, levels)}
@@ -92,7 +98,11 @@ class GWSemSegFPNHead(SemSegFPNHead):
                 append_fusible_relu(layer)
 
     @classmethod
-    def from_config(cls, cfg: CfgNode, input_shape: dict[str, ShapeSpec]) -> dict[str, Any]:
+    def from_config(
+        cls, cfg: CfgNode, input_shape: dict[str, ShapeSpec]
+    ) -> dict[str, Any]:
         arguments = super().from_config(cfg, input_shape)
-        norm = resolve_norm(cfg.MODEL.SEM_SEG_HEAD.NORM, where="MODEL.SEM_SEG_HEAD.NORM")
+        norm = resolve_norm(
+            cfg.MODEL.SEM_SEG_HEAD.NORM, where="MODEL.SEM_SEG_HEAD.NORM"
+        )
         return arguments | {"norm": norm}

@@ -108,7 +108,9 @@ def set_norms(
                 positions, bottleneck=is_bottleneck, where="WHITEN_POSITIONS"
             )
 
-        block.__class__ = _BLOCKS[type(block)]  # Detectron2's builder has no argument for it
+        block.__class__ = _BLOCKS[
+            type(block)
+        ]  # Detectron2's builder has no argument for it
         for name in ("conv1", "conv2", "conv3", "shortcut"):
             conv = getattr(block, name, None)
             if conv is None:  # an identity shortcut
@@ -184,7 +186,9 @@ def build_gw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
     return _build(cfg, input_shape, norm, whiten_norm)
 
 
-def _build(cfg: CfgNode, input_shape: ShapeSpec, norm: Norm, whiten_norm: Norm) -> ResNet:
+def _build(
+    cfg: CfgNode, input_shape: ShapeSpec, norm: Norm, whiten_norm: Norm
+) -> ResNet:
     keys = cfg.MODEL.RESNETS
     if keys.DEPTH not in _DEPTHS:
         raise ConfigError(

@@ -31,7 +31,9 @@ class _AnyNorm(nn.Module):
     conv_norm_relus: list[Any]
 
     @configurable
-    def __init__(self, *args: Any, conv_norm: Norm = "", conv: str = "", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, conv_norm: Norm = "", conv: str = "", **kwargs: Any
+    ) -> None:
         conv_norm = resolve_norm(conv_norm, where=f"{type(self).__name__}, conv_norm")
         super().__init__(*args, conv_norm=conv_norm, **kwargs)
         for layer in self.conv_norm_relus:
@@ -43,7 +45,10 @@ class _AnyNorm(nn.Module):
         head = cfg.MODEL[cls.node]
         norm = resolve_norm(head.NORM, where=f"MODEL.{cls.node}.NORM")
         stock: Any = super()
-        return stock.from_config(cfg, input_shape) | {"conv_norm": norm, "conv": head.CONV}
+        return stock.from_config(cfg, input_shape) | {
+            "conv_norm": norm,
+            "conv": head.CONV,
+        }
 
 
 @ROI_BOX_HEAD_REGISTRY.register()
@@ -96,5 +101,7 @@ class GWRes5ROIHeads(Res5ROIHeads):
         whole = changed_config(
             cfg, {"MODEL.RESNETS.OUT_FEATURES": ["res5"], "MODEL.BACKBONE.FREEZE_AT": 0}
         )
-        resnet = build_gw_resnet_backbone(whole, ShapeSpec(channels=len(cfg.MODEL.PIXEL_MEAN)))
+        resnet = build_gw_resnet_backbone(
+            whole, ShapeSpec(channels=len(cfg.MODEL.PIXEL_MEAN))
+        )
         return resnet.res5, resnet.output_shape()["res5"].channels

@@ -1,8 +1,21 @@
 """Norms by name, for any model: parse, print, list, convert. Needs only torch."""
 
 from .conversion import CONVS, conv_names, convert_convs, convert_norms
-from .listing import evaluation_spec, is_synchronized, norm_rows, norm_summary, norm_table
-from .names import DETECTRON2_NORMS, Norm, build_norm, norm_options, norm_spec, resolve_norm
+from .listing import (
+    evaluation_spec,
+    is_synchronized,
+    norm_rows,
+    norm_summary,
+    norm_table,
+)
+from .names import (
+    DETECTRON2_NORMS,
+    Norm,
+    build_norm,
+    norm_options,
+    norm_spec,
+    resolve_norm,
+)
 from .positions import POSITIONS, norms_at, whitened_convs
 
 __all__ = [

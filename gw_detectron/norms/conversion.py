@@ -75,7 +75,9 @@ def convert_norms(model: nn.Module, plan: Plan) -> ConversionReport:
         NormError, ConfigError: a norm is unknown or does not fit a layer, or positions are unknown.
     """
     _check_model(model)
-    layers = {name: module for name, module in model.named_modules() if channels_of(module)}
+    layers = {
+        name: module for name, module in model.named_modules() if channels_of(module)
+    }
     before = {name: describe(layer) for name, layer in layers.items()}
 
     new = _replacements(layers, _specs(model, layers, plan))
@@ -218,7 +220,9 @@ def _warn(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
 
 
 def _has_single_channels(layer: nn.Module) -> bool:
-    return isinstance(layer, GroupWhitening2d) and layer.num_groups == layer.num_channels
+    return (
+        isinstance(layer, GroupWhitening2d) and layer.num_groups == layer.num_channels
+    )
 
 
 def _replace(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> None:
@@ -260,5 +264,7 @@ def convert_convs(
 def conv_names(model: nn.Module) -> dict[str, str]:
     """Return the names (``"WS"``) of the convolutions of a model that are not plain, by module name."""
     modules = model.named_modules()
-    standardized = [name for name, module in modules if isinstance(module, WeightStandardized)]
+    standardized = [
+        name for name, module in modules if isinstance(module, WeightStandardized)
+    ]
     return dict.fromkeys(standardized, "WS")

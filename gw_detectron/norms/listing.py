@@ -105,5 +105,9 @@ def evaluation_spec(spec: str) -> str:
         return "BN:"
     if "BN" in name:
         name = "BN"
-    kept = [text for text in options.split(",") if not text.startswith(("momentum=", "sync="))]
+    kept = [
+        text
+        for text in options.split(",")
+        if not text.startswith(("momentum=", "sync="))
+    ]
     return f"{name}:{','.join(kept)}"

@@ -23,7 +23,12 @@ from torch import nn
 
 from ..errors import NormError, first_line, similar_names
 from ..installation import has_detectron2, scripting_warnings_ignored
-from ..layers import BatchRenorm2d, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
+from ..layers import (
+    BatchRenorm2d,
+    BatchWhitening2d,
+    FrozenBatchWhitening2d,
+    GroupWhitening2d,
+)
 from ..ops.arguments import check_integer, check_number
 from ..ops.solvers import OPTION_SOLVER
 
@@ -189,7 +194,9 @@ def resolve_norm(spec: Norm | None, *, where: str = "norm") -> Norm:
     return functools.partial(_build, factory=factory, arguments=arguments, label=label)
 
 
-def build_norm(spec: Norm | None, channels: int, *, where: str = "norm") -> nn.Module | None:
+def build_norm(
+    spec: Norm | None, channels: int, *, where: str = "norm"
+) -> nn.Module | None:
     """Build the layer of a norm; None for no norm. One that does not fit the channels is a NormError."""
     try:
         return get_norm(resolve_norm(spec, where=where), channels)
@@ -238,7 +245,9 @@ def _parse(spec: str) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
             arguments[argument] = read(value)
         except (ValueError, KeyError) as error:
             kind = _KINDS[read]
-            raise ValueError(f"{key}={value!r} is not {kind}. Fix: give {kind}.") from error
+            raise ValueError(
+                f"{key}={value!r} is not {kind}. Fix: give {kind}."
+            ) from error
 
     _check_solver(options, arguments)
     return factory, arguments

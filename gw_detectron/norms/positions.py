@@ -58,7 +58,9 @@ def whitened_convs(
     return tuple(place for place in _PLACES[positions] if place not in outside)
 
 
-def norms_at(positions: str, names: Iterable[str], *, where: str = "positions") -> list[str]:
+def norms_at(
+    positions: str, names: Iterable[str], *, where: str = "positions"
+) -> list[str]:
     """Return the norm layers among ``names`` at the positions (see :func:`whitened_convs`).
 
     Names of ResNets of Detectron2, torchvision and timm are known; others are a ConfigError.

@@ -148,7 +148,9 @@ def _copy_affine(old: nn.Module, new: Any) -> None:
     """Freeze parameters that the old layer has frozen or lacks; remove the latter where a layer may lack them."""
     optional = isinstance(new, _OPTIONAL_AFFINE) and not isinstance(new, BatchRenorm2d)
     for name, parameter in list(new.named_parameters()):
-        source = name if name in _AFFINE else "weight"  # a rotation is frozen with the scale
+        source = (
+            name if name in _AFFINE else "weight"
+        )  # a rotation is frozen with the scale
         before = old._parameters.get(source)
         if before is not None:
             parameter.requires_grad_(parameter.requires_grad and before.requires_grad)
@@ -176,7 +178,9 @@ def _check_statistics(old: nn.Module, new: nn.Module, spec: Norm, where: str) ->
         return
 
     # BN with track_running_stats=False, and Detectron2's CycleBatchNormList
-    had_statistics = isinstance(old, _BatchNorm) or any(map(channels_of, old.children()))
+    had_statistics = isinstance(old, _BatchNorm) or any(
+        map(channels_of, old.children())
+    )
     if had_statistics or describe(new).startswith("Frozen"):
         raise NormError(
             f"{where}: has no running statistics of its own, which {spec} needs. Fix: use GW or GN, or keep it by None "

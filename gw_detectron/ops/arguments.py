@@ -59,7 +59,9 @@ def check_integer(
         raise ValueError(_message(name, value, expected, example))
 
 
-def check_number(name: str, value: Any, least: float, most: float, example: float) -> None:
+def check_number(
+    name: str, value: Any, least: float, most: float, example: float
+) -> None:
     """Raise TypeError unless ``value`` is a number, ValueError unless within bounds."""
     if isinstance(value, bool) or not isinstance(value, Real):
         expected = f"a number, got {type(value).__name__}"
@@ -80,4 +82,6 @@ def _message(name: str, value: Any, expected: str, example: float) -> str:
 def check_flag(name: str, value: Any) -> None:
     """Raise TypeError unless ``value`` is a bool."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} ({value!r}): expected a bool. Fix: pass True or False.")
+        raise TypeError(
+            f"{name} ({value!r}): expected a bool. Fix: pass True or False."
+        )

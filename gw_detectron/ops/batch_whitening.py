@@ -90,7 +90,9 @@ class BatchStatistics(NamedTuple):
     covariances: list[Tensor]
 
 
-def batch_statistics(columns: Tensor, width: int, sync: bool = False) -> BatchStatistics:
+def batch_statistics(
+    columns: Tensor, width: int, sync: bool = False
+) -> BatchStatistics:
     """Compute mean and covariance of columns (C, m_p), in groups of ``width`` channels.
 
     With ``sync`` they are those of all processes, which may have different m_p, also 0. Each of

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _EXPORTING_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
-_TRANSFORMS_ACTIVE = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_TRANSFORMS_ACTIVE = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: False
+)
 _ACTIVE_MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _BATCHED = [
     getattr(torch._C._functorch, name, lambda x: False)

@@ -35,7 +35,11 @@ def norm_differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
             if not is_converted:  # the values of raw and standardized weights agree
                 side = "in the checkpoint" if before else "here"
                 differences.append(f"{name} {before or here} {side} only")
-        elif before and here and not is_same_norm(before, here, with_eps=not is_converted):
+        elif (
+            before
+            and here
+            and not is_same_norm(before, here, with_eps=not is_converted)
+        ):
             differences.append(f"{name} {before} in the checkpoint, {here} here")
     return differences
 
@@ -48,7 +52,9 @@ def recorded_norms(checkpoint: Checkpoint, model: nn.Module) -> dict[str, str]:
     norms = checkpoint.record.norms or {}
     # loading strips the prefix of parallel models
     recorded = {name.removeprefix("module."): spec for name, spec in norms.items()}
-    stored = {name.removeprefix("module.").rpartition(".")[0] for name in checkpoint.tensors}
+    stored = {
+        name.removeprefix("module.").rpartition(".")[0] for name in checkpoint.tensors
+    }
     stored |= recorded.keys()
     by_ending = checkpoint.metadata.get("matching_heuristics", False)
 
@@ -79,7 +85,9 @@ def _differences_by_names(tensors: Mapping[str, Tensor], model: nn.Module) -> li
         if name.endswith(_MEAN)
     }
     # Caffe2's names end in bn_s and gn_s
-    kinds = {name[-4:-2].upper() for name in tensors if name.endswith(("_bn_s", "_gn_s"))}
+    kinds = {
+        name[-4:-2].upper() for name in tensors if name.endswith(("_bn_s", "_gn_s"))
+    }
     in_resnet = min(kinds, default="")
 
     own = model.state_dict()
@@ -90,5 +98,7 @@ def _differences_by_names(tensors: Mapping[str, Tensor], model: nn.Module) -> li
             before = before or in_resnet
         here = "BN" if f"{row.layer}{_MEAN}" in own else row.spec.partition(":")[0]
         if before and before != here:
-            differences.append(f"{row.layer} {before} in the checkpoint, {row.spec} here")
+            differences.append(
+                f"{row.layer} {before} in the checkpoint, {row.spec} here"
+            )
     return differences

@@ -41,10 +41,19 @@ from .identifying import (
     read_network_record,
     to_torchvision,
 )
-from .reading import FileContent, named_tensors, read_weights_file, sha256_of, weight_problems
+from .reading import (
+    FileContent,
+    named_tensors,
+    read_weights_file,
+    sha256_of,
+    weight_problems,
+)
 
 _WRAPPERS = ("model", "state_dict")
-_AVERAGED = ("model_ema", "state_dict_ema")  # of torchvision's and timm's training scripts
+_AVERAGED = (
+    "model_ema",
+    "state_dict_ema",
+)  # of torchvision's and timm's training scripts
 #: of DataParallel, torch.compile and maskrcnn-benchmark
 _PREFIX = re.compile(r"((module|_orig_mod|backbone\.body)\.)*")
 #: the classifier, the norm before it (which the authors' ResNeXts have and do not use), counters
@@ -61,7 +70,9 @@ class Conversion:
     norms: dict[str, str]  # by torchvision's names of the norm layers
     positions: Positions  # the norms as config keys
     preprocessing: Preprocessing
-    provenance: Provenance | None = None  # the source file, None if not read from a file
+    provenance: Provenance | None = (
+        None  # the source file, None if not read from a file
+    )
 
     def config(self, weights: str = "") -> dict[str, Any]:
         """Return the config keys that the weights at ``MODEL.WEIGHTS`` need.
@@ -146,7 +157,8 @@ def convert_file(
 def _file_content(conversion: Conversion) -> dict[str, Any]:
     """Return the content of a file that Detectron2's own checkpointer loads."""
     arrays = {
-        name: np.ascontiguousarray(value.numpy()) for name, value in conversion.tensors.items()
+        name: np.ascontiguousarray(value.numpy())
+        for name, value in conversion.tensors.items()
     }
     norms = {detectron2_name(layer): spec for layer, spec in conversion.norms.items()}
     record = NetworkRecord(norms, conversion.preprocessing, conversion.provenance)
@@ -161,7 +173,10 @@ def _file_content(conversion: Conversion) -> dict[str, Any]:
 
 
 def load_weights(
-    path: str | os.PathLike[str], *, norm: str | None = None, preprocessing: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    norm: str | None = None,
+    preprocessing: str | None = None,
 ) -> Conversion:
     """Read and check ImageNet weights, converted or not.
 
@@ -180,7 +195,11 @@ def load_weights(
     try:
         conversion = convert(content, norm=norm, preprocessing=preprocessing)
     except ValueError as error:
-        kind = UnknownNormError if isinstance(error, UnknownNormError) else WeightsFileError
+        kind = (
+            UnknownNormError
+            if isinstance(error, UnknownNormError)
+            else WeightsFileError
+        )
         raise kind(f"weights ({os.fspath(path)!r}): {error}") from None
     if conversion.provenance is not None:
         return conversion
@@ -253,11 +272,15 @@ def _unwrap(content: FileContent) -> dict[str, Tensor]:
         value = value[wrappers[0]]
 
     tensors: dict[str, Tensor] = named_tensors(value, content.size)
-    tensors.pop("n_averaged", None)  # the counter of torch.optim.swa_utils.AveragedModel
+    tensors.pop(
+        "n_averaged", None
+    )  # the counter of torch.optim.swa_utils.AveragedModel
     prefixes = {_PREFIX.match(name)[0] for name in tensors}  # type: ignore[index]
     prefix = prefixes.pop() if len(prefixes) == 1 else ""
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in tensors.items() if not _DROPPED.fullmatch(name)}
+    return {
+        name: tensor for name, tensor in tensors.items() if not _DROPPED.fullmatch(name)
+    }
 
 
 def _caffe_statistics(tensors: Mapping[str, Tensor]) -> str:
@@ -294,7 +317,9 @@ def _preprocessing(
         return recorded or TORCHVISION
 
     if stated not in PREPROCESSING:
-        raise WeightsError(f"preprocessing ({stated!r}): unknown. Fix: give one of {known}.")
+        raise WeightsError(
+            f"preprocessing ({stated!r}): unknown. Fix: give one of {known}."
+        )
     if recorded not in (None, PREPROCESSING[stated]):
         raise WeightsError(
             f"preprocessing ({stated!r}): the file records {recorded}. Fix: leave it out."
@@ -320,7 +345,9 @@ def _convert_tensors(
 ) -> dict[str, Tensor]:
     """Convert the tensors if all fit torchvision's network."""
     state = build_torchvision(network, norms).state_dict()
-    expected = {name: state[name].shape for name in state if not _DROPPED.fullmatch(name)}
+    expected = {
+        name: state[name].shape for name in state if not _DROPPED.fullmatch(name)
+    }
     problems = {
         "missing": [name for name in expected if name not in tensors],
         "unexpected": [name for name in tensors if name not in expected],

@@ -98,7 +98,11 @@ class CachedURLHandler(HTTPURLHandler):
     """
 
     def _get_local_path(
-        self, path: str, force: bool = False, cache_dir: str | None = None, **kwargs: Any
+        self,
+        path: str,
+        force: bool = False,
+        cache_dir: str | None = None,
+        **kwargs: Any,
     ) -> str:
         check_address(path)
         url = urlsplit(path)
@@ -151,7 +155,12 @@ CATALOG: Mapping[str, PublishedWeights] = {
         # GN in place of GW: XBNBlock, trained as GW was ("standard") and with the authors'
         # "advanced" recipe
         ("R-50-GN64", "R-50-GN64", "1xqGsCDD4Y_rv6PjTtACAs8D918fjUT55", _GN),
-        ("R-50-GN64-advanced", "R-50-GN64-advanced", "1pHRhjc67M5wki5fWy44SG5lj06q71gat", _GN),
+        (
+            "R-50-GN64-advanced",
+            "R-50-GN64-advanced",
+            "1pHRhjc67M5wki5fWy44SG5lj06q71gat",
+            _GN,
+        ),
     )
 }
 
@@ -216,7 +225,12 @@ def _download(address: str, weights: PublishedWeights, path: Path) -> None:
     logging.getLogger(__name__).info("Downloading %s to %s. %s", url, path, _LICENSE)
     try:
         gdown.download(
-            url, str(path), resume=True, use_cookies=False, timeout=(20.0, 60.0), retries=4
+            url,
+            str(path),
+            resume=True,
+            use_cookies=False,
+            timeout=(20.0, 60.0),
+            retries=4,
         )
     except (gdown.exceptions.DownloadError, RequestException) as error:
         raise FileAccessError(
@@ -237,7 +251,9 @@ class WeightsHandler(PathHandler):
         self._check_kwargs(kwargs)
         return str(local_weights(path.removeprefix(_PREFIX)))
 
-    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
+    def _open(
+        self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any
+    ) -> IO[Any]:
         return open(self._get_local_path(path), mode, buffering, **kwargs)
 
 

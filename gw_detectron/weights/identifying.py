@@ -69,7 +69,9 @@ class Preprocessing:
     input_format: str  # RGB or BGR, also the order of the channels below
     pixel_mean: tuple[float, ...]  # subtracted from values of 0 to 255
     pixel_std: tuple[float, ...]  # then divided by
-    stride_in_1x1: bool  # the first 1x1 convolution of a stage has the stride, not the 3x3
+    stride_in_1x1: (
+        bool  # the first 1x1 convolution of a stage has the stride, not the 3x3
+    )
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> "Preprocessing":
@@ -83,7 +85,9 @@ class Preprocessing:
 
 
 # The authors, torchvision and timm: the released loader divides by 255, then normalizes.
-TORCHVISION = Preprocessing("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375), False)
+TORCHVISION = Preprocessing(
+    "RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375), False
+)
 _BGR_MEAN = (103.53, 116.28, 123.675)
 #: preprocessing of ImageNet weights by their origin
 PREPROCESSING = {
@@ -91,7 +95,9 @@ PREPROCESSING = {
     "detectron2-msra": Preprocessing("BGR", _BGR_MEAN, (1.0, 1.0, 1.0), True),
     "detectron2-fair": Preprocessing("BGR", _BGR_MEAN, (1.0, 1.0, 1.0), False),
     # FAIR's ResNeXts under detectron2://; the copies under catalog:// have a deviation of 1
-    "detectron2-fair-resnext": Preprocessing("BGR", _BGR_MEAN, (57.375, 57.12, 58.395), False),
+    "detectron2-fair-resnext": Preprocessing(
+        "BGR", _BGR_MEAN, (57.375, 57.12, 58.395), False
+    ),
 }
 
 
@@ -196,7 +202,9 @@ class Architecture:
         }
 
 
-def build_torchvision(network: Architecture, norms: Mapping[str, str] | None = None) -> ResNet:
+def build_torchvision(
+    network: Architecture, norms: Mapping[str, str] | None = None
+) -> ResNet:
     """Build torchvision's ResNet without a classifier, on the meta device.
 
     ``norms`` are norm names by its layers; without them it has BN.
@@ -242,7 +250,9 @@ def to_torchvision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name in tensors
         if not name.startswith("linear.")
     }
-    unexpected = [name for name, theirs in names.items() if detectron2_name(theirs) != name]
+    unexpected = [
+        name for name, theirs in names.items() if detectron2_name(theirs) != name
+    ]
     if unexpected:
         raise WeightsError(
             f"tensors ({summarize_names(unexpected)}): not part of a ResNet. Fix: leave them out."
@@ -327,7 +337,9 @@ def infer_norms(
     return norms
 
 
-def _check_statement(stated: str, norms: Mapping[str, str], layers: Mapping[str, int]) -> None:
+def _check_statement(
+    stated: str, norms: Mapping[str, str], layers: Mapping[str, int]
+) -> None:
     """Require that layers have the stated norm, apart from layers with BN if there are others."""
     others = [layer for layer, spec in norms.items() if evaluation_spec(spec) != _BN]
     for layer in others or norms:
@@ -355,7 +367,9 @@ def full_name(spec: str, channels: int) -> str:
     with torch.device("meta"):
         layer = build_norm(spec.removeprefix("Frozen"), channels)
     if layer is None:
-        raise WeightsError("norm (''): names no norm. Fix: give a norm name such as GW.")
+        raise WeightsError(
+            "norm (''): names no norm. Fix: give a norm name such as GW."
+        )
     return norm_spec(layer) or spec
 
 
@@ -376,12 +390,16 @@ def positions_of(network: Architecture, norms: Mapping[str, str]) -> Positions:
         return Positions(everywhere, "", "")
 
     possible = [
-        positions for positions in POSITIONS[1:-1] if network.bottleneck or positions != "S1-B3"
+        positions
+        for positions in POSITIONS[1:-1]
+        if network.bottleneck or positions != "S1-B3"
     ]
     for positions in possible:
         whitened = set(norms_at(positions, norms))
         inside = {layer: spec for layer, spec in norms.items() if layer in whitened}
-        outside = {layer: spec for layer, spec in norms.items() if layer not in whitened}
+        outside = {
+            layer: spec for layer, spec in norms.items() if layer not in whitened
+        }
         found = Positions(
             _common_norm(network, outside), _common_norm(network, inside), positions
         )
@@ -404,6 +422,7 @@ def _common_norm(network: Architecture, norms: Mapping[str, str]) -> str:
     if evaluation_spec(spec) == _BN:
         spec = "BN"
     is_common = all(
-        is_same_norm(full_name(spec, layers[layer]), own) for layer, own in norms.items()
+        is_same_norm(full_name(spec, layers[layer]), own)
+        for layer, own in norms.items()
     )
     return spec if is_common else ""

@@ -70,7 +70,9 @@ class LoadReport:
         self._others = others
 
         self._fused = _statistics_of_frozen_norms(model) if is_fused else set()
-        self.missing = [name for name in backbone if name not in self._given | self._fused]
+        self.missing = [
+            name for name in backbone if name not in self._given | self._fused
+        ]
         self.new = [name for name in others if name not in self._given]
         unused = (_COUNTER, "stem.conv1.bias") if is_fused else _COUNTER
         self.unexpected = sorted(
@@ -89,9 +91,7 @@ class LoadReport:
             names = summarize_names(self.unexpected)
             text += f"; {len(self.unexpected)} unexpected tensors in the checkpoint ({names})"
         if self._fused:
-            text += (
-                f"; {len(self._fused) // 2} FrozenBN without statistics, as in Caffe2 weights"
-            )
+            text += f"; {len(self._fused) // 2} FrozenBN without statistics, as in Caffe2 weights"
 
         count = len(self._others)
         if self.new and len(self.new) == count:
@@ -111,7 +111,9 @@ class LoadReport:
         if self.missing:
             lines.append(f"Missing: {summarize_names(self.missing)}.")
         if any(map(_TORCHVISION_NAME.fullmatch, self._given)):
-            lines.append("It has torchvision's names. Fix: gw-detectron weights convert.")
+            lines.append(
+                "It has torchvision's names. Fix: gw-detectron weights convert."
+            )
         else:
             lines.append(
                 "Fix: set MODEL.RESNETS (DEPTH, NUM_GROUPS, WIDTH_PER_GROUP, NORM, "
@@ -210,7 +212,9 @@ def load_checkpoint(
         WeightsFileError: the checkpoint has no tensors.
     """
     checkpointer = (
-        model if isinstance(model, DetectionCheckpointer) else DetectionCheckpointer(model)
+        model
+        if isinstance(model, DetectionCheckpointer)
+        else DetectionCheckpointer(model)
     )
     model = checkpointer.model
     if checkpoint is None:
@@ -230,7 +234,9 @@ def load_checkpoint(
     log.info("Loading weights from %s", checkpoint.path)
     is_caffe2 = checkpoint.metadata.get("__author__") == "Caffe2"
     given: set[str] = set()
-    floating = [name for name, value in model.state_dict().items() if value.is_floating_point()]
+    floating = [
+        name for name, value in model.state_dict().items() if value.is_floating_point()
+    ]
 
     def check(module: nn.Module, state_dict: Mapping[str, Tensor], *_: Any) -> None:
         given.update(state_dict)
@@ -286,7 +292,9 @@ def _warn_of_unknown_norms(
     if not any(recorded.values()):
         layers += conv_names(model)
     unclear = [
-        layer for layer in layers if f"{layer}.weight" in given and not recorded.get(layer)
+        layer
+        for layer in layers
+        if f"{layer}.weight" in given and not recorded.get(layer)
     ]
     if unclear:
         log.warning(
@@ -323,7 +331,9 @@ class GWDetectionCheckpointer(DetectionCheckpointer):
             PathManager.mkdirs(self.save_dir)
         super().save(name, **kwargs)
 
-    def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
+    def load(
+        self, path: str, checkpointables: list[str] | None = None
+    ) -> dict[str, Any]:
         """Load a checkpoint without running its code; return what else it contains.
 
         A path "" loads nothing. ``checkpointables`` are the names of the training states to load;
@@ -342,4 +352,8 @@ class GWDetectionCheckpointer(DetectionCheckpointer):
             if name in checkpoint.metadata:
                 self.checkpointables[name].load_state_dict(checkpoint.metadata[name])
         log.info("%s", report)
-        return {name: value for name, value in checkpoint.metadata.items() if name not in names}
+        return {
+            name: value
+            for name, value in checkpoint.metadata.items()
+            if name not in names
+        }

@@ -8,7 +8,13 @@ from typing import Any
 from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
-from ..errors import ConfigError, FileAccessError, MissingFileError, UserError, WeightsFileError
+from ..errors import (
+    ConfigError,
+    FileAccessError,
+    MissingFileError,
+    UserError,
+    WeightsFileError,
+)
 from .fetching import local_path
 from .identifying import NetworkRecord, read_network_record
 from .reading import FileContent, named_tensors, read_weights_file
@@ -122,7 +128,9 @@ def local_file(address: str | None) -> str:
     return "" if "://" in location else location
 
 
-def open_checkpoint(address: str | os.PathLike[str], key: str = "MODEL.WEIGHTS") -> Checkpoint:
+def open_checkpoint(
+    address: str | os.PathLike[str], key: str = "MODEL.WEIGHTS"
+) -> Checkpoint:
     """Read a checkpoint as Detectron2 does, without running its code.
 
     The format is detected from the content: a file of ``torch.save``, or a pickle of the model
@@ -143,7 +151,9 @@ def open_checkpoint(address: str | os.PathLike[str], key: str = "MODEL.WEIGHTS")
     address = os.fspath(address)
     location, _, query = address.partition("?")
     if query not in ("", "matching_heuristics=True", "matching_heuristics=False"):
-        raise ConfigError(f"{key} ('{address}'): unknown option. Fix: leave out '?{query}'.")
+        raise ConfigError(
+            f"{key} ('{address}'): unknown option. Fix: leave out '?{query}'."
+        )
 
     path = local_path(location, key)
     try:
@@ -158,7 +168,9 @@ def open_checkpoint(address: str | os.PathLike[str], key: str = "MODEL.WEIGHTS")
         tensors: dict[str, Tensor] = named_tensors(model, content.size)
         if metadata.get("__author__") == "Caffe2":  # with the state of its optimizer
             tensors = {
-                name: tensors[name] for name in tensors if not name.endswith("_momentum")
+                name: tensors[name]
+                for name in tensors
+                if not name.endswith("_momentum")
             }
         record = read_network_record(content)
     except ValueError as error:
@@ -177,7 +189,10 @@ def _model_and_metadata(content: FileContent, path: str) -> tuple[Any, dict[str,
         return value, {}
 
     if content.format == "pickle" and not ("model" in value and "__author__" in value):
-        return value.get("blobs", value), {"__author__": "Caffe2", "matching_heuristics": True}
+        return value.get("blobs", value), {
+            "__author__": "Caffe2",
+            "matching_heuristics": True,
+        }
     if "model" not in value:
         return value, {}
     metadata = {name: entry for name, entry in value.items() if name != "model"}

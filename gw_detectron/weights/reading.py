@@ -16,7 +16,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..errors import FileAccessError, MissingFileError, RefusedFileError, WeightsFileError
+from ..errors import (
+    FileAccessError,
+    MissingFileError,
+    RefusedFileError,
+    WeightsFileError,
+)
 
 SAVE_AGAIN = "Fix: save {'model': model.state_dict()} with torch.save, as a .pth file."
 _GET_AGAIN = "Fix: get the file again."
@@ -47,7 +52,9 @@ def read_weights_file(path: str | os.PathLike[str]) -> FileContent:
     """
     path = os.fspath(path)
     try:
-        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would block
+        if os.path.exists(path) and not os.path.isfile(
+            path
+        ):  # opening a pipe would block
             raise WeightsFileError("it is not a regular file. Fix: give a file.")
         with open(path, "rb") as file:
             return _read(file)
@@ -67,7 +74,9 @@ def read_weights_file(path: str | os.PathLike[str]) -> FileContent:
         ) from None
     except WeightsFileError as error:
         raise WeightsFileError(f"'{path}': cannot be read: {error}") from None
-    except Exception as error:  # damaged files raise anything, OSError and MemoryError included
+    except (
+        Exception
+    ) as error:  # damaged files raise anything, OSError and MemoryError included
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise WeightsFileError(
             f"'{path}': cannot be read: it is damaged ({reason}). {_GET_AGAIN}"
@@ -94,7 +103,9 @@ def _read(file: IO[bytes]) -> FileContent:
         raise WeightsFileError(
             "it is a web page, so the download failed. Fix: download the file again."
         )
-    found = "not a file of torch.save, a safetensors file or a pickle" if begin else "empty"
+    found = (
+        "not a file of torch.save, a safetensors file or a pickle" if begin else "empty"
+    )
     raise WeightsFileError(f"it is {found}. {_GET_AGAIN}")
 
 
@@ -121,7 +132,9 @@ def _load_torch(file: IO[bytes]) -> Any:
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named:
-            raise RefusedFileError(f"it names {named[1]}, which could run code") from None
+            raise RefusedFileError(
+                f"it names {named[1]}, which could run code"
+            ) from None
         cause = error.__context__ or error  # torch wraps it into its advice
         reason = " ".join(str(cause).split())[:200]
         raise WeightsFileError(
@@ -129,7 +142,9 @@ def _load_torch(file: IO[bytes]) -> Any:
         ) from error
     except RuntimeError as error:
         if "TorchScript" in str(error):
-            raise RefusedFileError("it is a TorchScript archive, which contains code") from None
+            raise RefusedFileError(
+                "it is a TorchScript archive, which contains code"
+            ) from None
         raise
 
 
@@ -175,7 +190,9 @@ class _Array(Tensor):
         self.data = torch.from_numpy(numbers)
 
 
-def _frombuffer(data: bytes | bytearray, dtype: _Dtype, shape: tuple, order: str) -> _Array:
+def _frombuffer(
+    data: bytes | bytearray, dtype: _Dtype, shape: tuple, order: str
+) -> _Array:
     array = _Array()
     array.__setstate__((1, shape, dtype, order == "F", data))
     return array
@@ -191,7 +208,9 @@ _ALLOWED: dict[str, Any] = {
 }
 for _core in ("numpy.core", "numpy._core"):  # of NumPy 1 and 2
     _ALLOWED[f"{_core}.multiarray._reconstruct"] = _Array
-    _ALLOWED[f"{_core}.multiarray.scalar"] = lambda dtype, data: dtype.numbers(data).item()
+    _ALLOWED[f"{_core}.multiarray.scalar"] = lambda dtype, data: dtype.numbers(
+        data
+    ).item()
     _ALLOWED[f"{_core}.numeric._frombuffer"] = _frombuffer
 
 
@@ -245,7 +264,9 @@ def named_tensors(value: Any, size: int) -> OrderedDict[str, Tensor]:
             )
         tensors[name] = Tensor.detach(tensor)
 
-    versions = getattr(value, "_metadata", None)  # by which modules know their older versions
+    versions = getattr(
+        value, "_metadata", None
+    )  # by which modules know their older versions
     if isinstance(versions, dict):
         tensors._metadata = versions  # type: ignore[attr-defined]
     return tensors
@@ -283,7 +304,9 @@ def plain_copy(value: Any, limit: int = 10**6) -> Any:
     Raises:
         WeightsFileError: the copy would have more characters than the limit, or no end.
     """
-    encoder = json.JSONEncoder(skipkeys=True, default=lambda item: f"({type(item).__name__})")
+    encoder = json.JSONEncoder(
+        skipkeys=True, default=lambda item: f"({type(item).__name__})"
+    )
     text = ""
     try:
         for part in encoder.iterencode(value):
@@ -292,7 +315,10 @@ def plain_copy(value: Any, limit: int = 10**6) -> Any:
                 break
         else:
             return json.loads(text)
-    except (RecursionError, ValueError):  # a container that holds itself, or 1000 others
+    except (
+        RecursionError,
+        ValueError,
+    ):  # a container that holds itself, or 1000 others
         pass
     raise WeightsFileError(
         f"record of the file: more than {limit} characters, or nested without end. {_GET_AGAIN}"

@@ -110,7 +110,9 @@ class RunRecord:
 
     def load_state_dict(self, recorded: Mapping[str, Any]) -> None:
         """Keep the start weights of a resumed run, and warn if its config has changed."""
-        if isinstance(recorded, Mapping) and isinstance(recorded.get("start_weights"), dict):
+        if isinstance(recorded, Mapping) and isinstance(
+            recorded.get("start_weights"), dict
+        ):
             self._start_weights = recorded["start_weights"]
 
         differences = config_differences(recorded, self.config)
@@ -186,7 +188,9 @@ def check_against_record(
     """
     errors: list[str] = []
     warnings: list[str] = []
-    differences = config_differences(checkpoint.metadata.get(RUN_RECORD_KEY), cfg.dump())
+    differences = config_differences(
+        checkpoint.metadata.get(RUN_RECORD_KEY), cfg.dump()
+    )
     if cfg.MODEL.RESNETS.DEPTH < 50:  # without 1x1 convolutions in its blocks
         differences.pop("MODEL.RESNETS.STRIDE_IN_1X1", None)
 

@@ -12,10 +12,18 @@ from typing import Any, TextIO
 from torch import distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from ..errors import FileAccessError, first_line, is_out_of_memory, is_user_error, message_of
+from ..errors import (
+    FileAccessError,
+    first_line,
+    is_out_of_memory,
+    is_user_error,
+    message_of,
+)
 from .signals import TERMINATING, Interrupted, interrupt, signals_handled
 
-_LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)")
+_LOST_WORKER = re.compile(
+    r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)"
+)
 
 
 @contextlib.contextmanager
@@ -36,12 +44,16 @@ def errors_reported() -> Iterator[None]:
     except ProcessExitedException as error:
         if error.signal_name:
             raise  # killed from outside, often for lack of memory: the traceback names the signal
-        raise SystemExit(error.exit_code) from None  # the process has reported its error
+        raise SystemExit(
+            error.exit_code
+        ) from None  # the process has reported its error
 
     except Interrupted as error:
         if _rank() == 0:
             print(f"\n{error.message}", file=sys.stderr, flush=True)
-        raise SystemExit(error.code) from None  # without the message, which is printed once
+        raise SystemExit(
+            error.code
+        ) from None  # without the message, which is printed once
 
     except Exception as error:
         message = _describe(error)
@@ -140,7 +152,11 @@ def check_folder(folder: str | Path) -> None:
     """Raise FileAccessError unless files can be written to a folder, which need not exist yet."""
     path = Path(folder).absolute()
     existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
-    if not str(folder) or not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    if (
+        not str(folder)
+        or not existing.is_dir()
+        or not os.access(existing, os.W_OK | os.X_OK)
+    ):
         raise FileAccessError(
             f"--output ('{folder}'): not a folder that can be written. Fix: give another folder."
         )

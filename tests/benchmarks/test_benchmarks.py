@@ -12,7 +12,14 @@ from benchmarks.layer_benchmark import measure_layers
 from benchmarks.memory import saved_bytes
 from benchmarks.network_benchmark import measure_networks
 from benchmarks.networks import Sizes, Variant, detector
-from benchmarks.providers import MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case, Figure1Whitening
+from benchmarks.providers import (
+    MODES,
+    OPTIONAL,
+    PRECISIONS,
+    PROVIDERS,
+    Case,
+    Figure1Whitening,
+)
 from benchmarks.table import Table, geometric_means, plot, read_csv, summary, write_csv
 from benchmarks.timing import Step, time_alternating
 from gw_detectron.errors import DataError, MissingFileError
@@ -95,11 +102,17 @@ def rows():
 
 
 def test_rows_and_ratios_of_layers(rows):
-    by_key = {(row["shape"], row["dtype"], row["mode"], row["provider"]): row for row in rows}
+    by_key = {
+        (row["shape"], row["dtype"], row["mode"], row["provider"]): row for row in rows
+    }
 
     modes = (*MODES, "memory")
-    keys = set(itertools.product(["2x64x5x3", "1x32x4x4"], ["fp32", "bf16"], modes, USUAL))
-    without = {key for key in keys if key[2:] == ("memory", "floor")}  # which saves nothing
+    keys = set(
+        itertools.product(["2x64x5x3", "1x32x4x4"], ["fp32", "bf16"], modes, USUAL)
+    )
+    without = {
+        key for key in keys if key[2:] == ("memory", "floor")
+    }  # which saves nothing
     assert by_key.keys() == keys - without
     for (*cell, mode, _), row in by_key.items():
         if mode == "memory":
@@ -111,7 +124,9 @@ def test_rows_and_ratios_of_layers(rows):
         assert 0 < row["q20_ms"] <= row["median_ms"] <= row["q80_ms"]
         for name in ("figure1", "group_norm", "batch_norm", "floor", "relu_apart"):
             base = by_key[(*cell, mode, name)]
-            assert row[f"to_{name}"] == pytest.approx(row["median_ms"] / base["median_ms"])
+            assert row[f"to_{name}"] == pytest.approx(
+                row["median_ms"] / base["median_ms"]
+            )
 
 
 def test_geometric_means_are_over_shapes():
@@ -131,9 +146,15 @@ def test_a_table_is_read_as_written_and_shown(rows, tmp_path):
     read = read_csv(tmp_path / "t.csv")
     plot(read, tmp_path / "t.png")
 
-    assert (read.kind, read.header, read.numbers) == (table.kind, table.header, table.numbers)
+    assert (read.kind, read.header, read.numbers) == (
+        table.kind,
+        table.header,
+        table.numbers,
+    )
     numbers = [row.get("to_floor") or 0 for row in rows]
-    assert [row["to_floor"] or 0 for row in read.rows] == pytest.approx(numbers, rel=1e-4)
+    assert [row["to_floor"] or 0 for row in read.rows] == pytest.approx(
+        numbers, rel=1e-4
+    )
     assert "the command" in summary(read)
     assert "geometric means" in summary(read)
     assert len(Image.open(tmp_path / "t.png").convert("L").getcolors()) > 50
@@ -150,11 +171,17 @@ def test_each_model_is_divided_by_its_first_variant(monkeypatch):
         "GW-S1-B2": Variant("BN", "GW", "S1-B2"),
     }
     detectors = {norm: Variant(config=DEMO.format(norm)) for norm in ("BN", "BN_GW")}
-    models = {"R-18": classifiers, "R-18-inference": classifiers, "small_detector": detectors}
+    models = {
+        "R-18": classifiers,
+        "R-18-inference": classifiers,
+        "small_detector": detectors,
+    }
     monkeypatch.setattr(network_benchmark, "MODELS", models)
     monkeypatch.setattr(timing, "WARM_UP", 0)
 
-    measured = measure_networks(list(models), ["BN_GW", "GW-S1-B2"], "fp32", SIZES, 1, CPU)
+    measured = measure_networks(
+        list(models), ["BN_GW", "GW-S1-B2"], "fp32", SIZES, 1, CPU
+    )
 
     by_variant = {(row["model"], row["variant"]): row for row in measured}
     assert list(by_variant) == [
@@ -176,10 +203,14 @@ def test_each_model_is_divided_by_its_first_variant(monkeypatch):
 
 
 def test_all_iterations_of_a_detector_are_equal():
-    built = detector(Variant(config=DEMO.format("BN_GW")), SIZES, PRECISIONS["fp32"], CPU)
+    built = detector(
+        Variant(config=DEMO.format("BN_GW")), SIZES, PRECISIONS["fp32"], CPU
+    )
     mask_head = built.model.roi_heads.mask_head
     regions = []
-    mask_head.register_forward_pre_hook(lambda module, args: regions.append(len(args[0])))
+    mask_head.register_forward_pre_hook(
+        lambda module, args: regions.append(len(args[0]))
+    )
     before = [parameter.clone() for parameter in built.model.parameters()]
 
     loss = built.forward().item()

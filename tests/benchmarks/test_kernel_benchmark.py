@@ -23,7 +23,9 @@ from gw_detectron.ops.group_whitening.triton.compiler import triton
 META = torch.device("meta")
 SHAPE = (2, 128, 20, 24)
 MIB = 2**20
-needs_triton = pytest.mark.skipif(triton is None, reason="Triton 3.3 or newer is not installed")
+needs_triton = pytest.mark.skipif(
+    triton is None, reason="Triton 3.3 or newer is not installed"
+)
 
 
 @pytest.fixture
@@ -45,7 +47,12 @@ def test_bytes_of_a_layer_are_those_of_group_normalization_and_small_matrices(re
     x = torch.empty((16, 64, 200, 336), device=META)
     launches = layer_launches(x, 64, relu=relu)
     # the others move small matrices
-    passes = {"moments": 1, "apply": 2, "products": 4 if relu else 2, "apply_backward": 3}
+    passes = {
+        "moments": 1,
+        "apply": 2,
+        "products": 4 if relu else 2,
+        "apply_backward": 3,
+    }
     assert passes.keys() < {kernel_name(launch) for launch in launches}
     # the masked gradient is in the memory of dx
     assert launches[-1].arguments["IN_PLACE"] is relu
@@ -58,7 +65,9 @@ def test_bytes_of_a_layer_are_those_of_group_normalization_and_small_matrices(re
 @needs_triton
 def test_a_program_of_the_statistics_has_at_most_64_tiles():
     """Tensor cores round its sums toward zero."""
-    moments, merge, *_ = layer_launches(torch.empty((64, 64, 200, 336), device=META), 64)
+    moments, merge, *_ = layer_launches(
+        torch.empty((64, 64, 200, 336), device=META), 64
+    )
 
     _, splits = moments.grid
     assert moments.arguments["per_split"] == 64
@@ -94,7 +103,9 @@ def test_a_layer_takes_few_other_operations():
     )
     for channels, groups, samples, most in sizes:
         with Count() as count:
-            layer_launches(torch.empty((samples, channels, 50, 84), device=META), groups)
+            layer_launches(
+                torch.empty((samples, channels, 50, 84), device=META), groups
+            )
         assert count.operations <= most
 
 

@@ -21,7 +21,9 @@ def read(page: str) -> str:
 
 def blocks(page: str, language: str) -> list[str]:
     """Return the fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", read(page), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", read(page), flags=re.DOTALL | re.MULTILINE
+    )
 
 
 def commands(page: str) -> list[list[str]]:

@@ -26,7 +26,9 @@ from .pages import PAGES, ROOT, commands, inline_commands, read
 UNCHECKED = [".venv/bin/pre-commit", "hf", "git", "compute-sanitizer"]
 #: paths that the reader has, not the repository
 READERS = ("output/", "mydata/", "my.yaml", "CONFIG", "FILE")
-ALL = [(page, words) for page in PAGES for words in commands(page) + inline_commands(page)]
+ALL = [
+    (page, words) for page in PAGES for words in commands(page) + inline_commands(page)
+]
 
 
 class Parsed(Exception):
@@ -90,7 +92,9 @@ def check_pip(*words):
 
 
 @pytest.mark.parametrize(
-    ("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:60]}" for page, words in ALL]
+    ("page", "words"),
+    ALL,
+    ids=[f"{page}: {' '.join(words)[:60]}" for page, words in ALL],
 )
 def test_a_command_is_valid(page, words, parse, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -106,7 +110,11 @@ def test_a_command_is_valid(page, words, parse, tmp_path, monkeypatch):
         case ["pytest" | "bash", *rest] | ["python", "-m", "pytest", *rest]:
             files = [word for word in rest if "/" in word]
             assert files and all((ROOT / file).exists() for file in files)
-        case ["torchrun", _, "examples/timm_models.py", *_] | ["torchrun", "--master-port", *_]:
+        case ["torchrun", _, "examples/timm_models.py", *_] | [
+            "torchrun",
+            "--master-port",
+            *_,
+        ]:
             pass  # timm's and torchrun's own flags
         case ["python", "-m", "gw_detectron", *rest]:
             assert not rest
@@ -133,7 +141,9 @@ def rows(page, heading):
 
 def test_every_config_key_has_its_default_and_meaning():
     theirs = dict(flat_items(get_cfg()))
-    ours = {key: value for key, value in flat_items(default_config()) if key not in theirs}
+    ours = {
+        key: value for key, value in flat_items(default_config()) if key not in theirs
+    }
 
     listed = {}
     for key, default, meaning in rows("docs/reference.md", "Config keys"):

@@ -11,9 +11,13 @@ from gw_detectron.workbench.commands import COMMANDS
 
 from .pages import PAGES, ROOT, read
 
-SOURCES = {path: ast.parse(path.read_text()) for path in ROOT.glob("gw_detectron/**/*.py")}
+SOURCES = {
+    path: ast.parse(path.read_text()) for path in ROOT.glob("gw_detectron/**/*.py")
+}
 TEXTS = [
-    "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    "".join(
+        part.value if isinstance(part, ast.Constant) else "{}" for part in node.values
+    )
     if isinstance(node, ast.JoinedStr)
     else node.value
     for tree in SOURCES.values()

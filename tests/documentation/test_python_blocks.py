@@ -22,7 +22,11 @@ from gw_detectron.weights import open_start_weights
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.export import export_detector
 from gw_detectron.workbench.images import read_image
-from gw_detectron.workbench.predict import find_sources, open_predictor, write_predictions
+from gw_detectron.workbench.predict import (
+    find_sources,
+    open_predictor,
+    write_predictions,
+)
 from gw_detectron.workbench.run.checks import check_run
 
 from ..photos import photo_names, write_photos
@@ -35,7 +39,9 @@ RUN, EXPORT = ("output/", "predictions/"), ("exported",)
 #: not run: a slide; parts of files; a download, which weights/test_catalog.py does with other weights
 NOT_RUN = ("slides/", "RMSNorm2d, _EPS", "denman_beavers", 'resume_or_load("gw://')
 ALL = [
-    (page, place, block) for page in PAGES for place, block in enumerate(blocks(page, "python"))
+    (page, place, block)
+    for page in PAGES
+    for place, block in enumerate(blocks(page, "python"))
 ]
 
 
@@ -69,7 +75,9 @@ def test_photos_are_read_upright_as_in_evaluation(page, turned, tmp_path):
     photo = tmp_path / "photo.jpg"
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = turned
-    Image.fromarray(np.arange(3600, dtype=np.uint8).reshape(30, 40, 3)).save(photo, exif=exif)
+    Image.fromarray(np.arange(3600, dtype=np.uint8).reshape(30, 40, 3)).save(
+        photo, exif=exif
+    )
 
     if page.endswith(".py"):
         pytest.importorskip("onnxruntime")
@@ -79,7 +87,9 @@ def test_photos_are_read_upright_as_in_evaluation(page, turned, tmp_path):
         if page.endswith("ipynb"):
             cells = json.loads(text)["cells"]
             text = "\n".join("".join(cell["source"]) for cell in cells)
-        lines = re.findall(r"^(?:\w+ = .*Image\.open|pixels = ).*$", text, flags=re.MULTILINE)
+        lines = re.findall(
+            r"^(?:\w+ = .*Image\.open|pixels = ).*$", text, flags=re.MULTILINE
+        )
         names = {"np": np, "Image": Image, "ImageOps": ImageOps, "photo": photo}
         exec("\n".join(lines).replace('"photo.jpg"', "photo"), names)
         pixels = names["pixels"]
@@ -128,7 +138,9 @@ def test_python_that_needs_an_exported_detector_runs(tmp_path, monkeypatch, one_
     (name,) = photo_names(1)
     write_photos(tmp_path, [name])
     os.rename(f"photos/{name}", "photo.jpg")
-    export = functools.partial(export_detector, build_detector("mask"), sides=(128, 256))
+    export = functools.partial(
+        export_detector, build_detector("mask"), sides=(128, 256)
+    )
     export("exported_pt2", one_image=True, paste_masks=True)
     export("exported", file_format="onnx", one_image=True, paste_masks=True)
     export("exported_batch", file_format="onnx")

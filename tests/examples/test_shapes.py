@@ -145,7 +145,9 @@ def config_beside(tmp_path, data):
 
 def test_a_run_without_the_files_names_the_command(tmp_path):
     cfg = config_beside(tmp_path, tmp_path / "nothing")
-    with pytest.raises(PreflightError, match="python -m examples.shapes datasets/gw_synthetic"):
+    with pytest.raises(
+        PreflightError, match="python -m examples.shapes datasets/gw_synthetic"
+    ):
         Trainer(cfg)
 
 

@@ -16,7 +16,10 @@ from ..tiny_run import ROOT
     ("analyze", "options"),
     [
         (analyze_conditioning, {"layers": (1, 2), "repeats": 1}),
-        (analyze_swapping, {"neurons": 40, "examples": 600, "steps": 40, "depths": (4,)}),
+        (
+            analyze_swapping,
+            {"neurons": 40, "examples": 600, "steps": 40, "depths": (4,)},
+        ),
     ],
 )
 def test_the_findings_hold(analyze, options):

@@ -18,7 +18,9 @@ from ..tiny_run import CONFIG, OPTS, key_words
 @pytest.fixture(scope="module")
 def wide_and_tall_images(tmp_path_factory):
     folder = tmp_path_factory.mktemp("datasets") / "shapes"
-    write_shapes(folder, ShapesConfig(num_train=1, num_val=4, min_side=64, max_side=128))
+    write_shapes(
+        folder, ShapesConfig(num_train=1, num_val=4, min_side=64, max_side=128)
+    )
     return folder
 
 
@@ -47,11 +49,16 @@ val:
     images: {wide_and_tall_images}/val
 """
     )
-    return {"config_file": str(folder / "config.yaml"), "weights": str(folder / "model.pth")}
+    return {
+        "config_file": str(folder / "config.yaml"),
+        "weights": str(folder / "model.pth"),
+    }
 
 
 BOXES = [[2.0, 3.0, 20.0, 30.0], [30.0, 30.0, 60.0, 50.0]]
-EXAMPLE = Example(torch.zeros(3, 64, 64), np.array(BOXES), np.array([0, 1]), np.array([0, 0]))
+EXAMPLE = Example(
+    torch.zeros(3, 64, 64), np.array(BOXES), np.array([0, 1]), np.array([0, 0])
+)
 
 
 def detections(boxes, classes):

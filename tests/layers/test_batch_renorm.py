@@ -53,7 +53,9 @@ def algorithm_1(x, made, rmax, dmax, eps=1e-5):
     return y.transpose(0, 3, 1, 2), mean, variance, r, d
 
 
-@pytest.mark.parametrize(("rmax", "dmax"), [(3.0, 5.0), (1.1, 0.2), (1.0, 0.0), (100.0, 100.0)])
+@pytest.mark.parametrize(
+    ("rmax", "dmax"), [(3.0, 5.0), (1.1, 0.2), (1.0, 0.0), (100.0, 100.0)]
+)
 def test_algorithm_1(rmax, dmax):
     made = layer(rmax=rmax, dmax=dmax, **OPEN)
     x = batch()
@@ -61,7 +63,9 @@ def test_algorithm_1(rmax, dmax):
 
     y = made(x)
 
-    for value, wanted in zip((y, made.running_mean, made.running_var), expected, strict=False):
+    for value, wanted in zip(
+        (y, made.running_mean, made.running_var), expected, strict=False
+    ):
         assert_close(value, wanted)
 
 
@@ -90,7 +94,9 @@ def test_gradients_do_not_pass_through_r_and_d():
     torch.testing.assert_close(found, torch.autograd.grad(y, inputs, dy))
 
 
-@pytest.mark.parametrize("options", [{"rmax": 1.0, "dmax": 0.0, **OPEN}, {"warmup": 10}])
+@pytest.mark.parametrize(
+    "options", [{"rmax": 1.0, "dmax": 0.0, **OPEN}, {"warmup": 10}]
+)
 def test_without_correction_it_is_bn_bit_by_bit(options):
     made = BatchRenorm2d(5, momentum=0.1, **options)
     bn = nn.BatchNorm2d(5)

@@ -57,7 +57,11 @@ def test_evaluation_uses_the_averages_of_the_batches(solver, running):
 
     centered = x.numpy() - mean[:, None, None]
     for average, group in zip(averages, GROUPS, strict=True):
-        w = average if running == "matrix" else oracle.whitening(solver, average, 3, 1e-2)
+        w = (
+            average
+            if running == "matrix"
+            else oracle.whitening(solver, average, 3, 1e-2)
+        )
         assert_close(y[:, group], np.einsum("ij,njhw->nihw", w, centered[:, group]))
     assert torch.equal(layer(x), y), "evaluation leaves the averages alone"
 
@@ -163,7 +167,11 @@ def test_exported_program_serves_other_sizes(running, solver):
     layer = cases.layer(12, 4, solver=solver)
     if running:
         layer = trained(12, 5, torch.float32, solver=solver, running=running).eval()
-    sizes = {0: torch.export.Dim("n"), 2: torch.export.Dim("h"), 3: torch.export.Dim("w")}
+    sizes = {
+        0: torch.export.Dim("n"),
+        2: torch.export.Dim("h"),
+        3: torch.export.Dim("w"),
+    }
     example = (torch.randn(2, 12, 9, 7),)
 
     program = torch.export.export(layer, example, dynamic_shapes=(sizes,)).module()
@@ -174,9 +182,13 @@ def test_exported_program_serves_other_sizes(running, solver):
 
 
 @pytest.mark.parametrize("running", ["matrix", "covariance"])
-@pytest.mark.parametrize("solver", ["zca", "cholesky", "standardize", "pivoted_cholesky"])
+@pytest.mark.parametrize(
+    "solver", ["zca", "cholesky", "standardize", "pivoted_cholesky"]
+)
 def test_it_starts_with_the_variances_of_batch_norm(solver, running):
-    layer = BatchWhitening2d(4, 2, solver, eps=1e-4, running=running, affine=False).double()
+    layer = BatchWhitening2d(
+        4, 2, solver, eps=1e-4, running=running, affine=False
+    ).double()
     # pivoted_cholesky would reorder others
     variance = torch.tensor([0.5, 0.1, 3.0, 2.0]).double()
     x = batch(0, channels=4)
@@ -210,7 +222,10 @@ def test_compiled_module_trains(solver):
         ({"channels_per_group": -1}, r"channels_per_group \(-1\)"),
         ({"momentum": 1.5}, r"momentum \(1.5\): .* from 0 to 1"),
         ({"sync": "yes"}, r"sync \('yes'\)"),
-        ({"running": "variance"}, r"running \('variance'\): .* \['matrix', 'covariance'\]"),
+        (
+            {"running": "variance"},
+            r"running \('variance'\): .* \['matrix', 'covariance'\]",
+        ),
         ({"rotation": "givens"}, r"rotation \('givens'\): .* \['none', 'cayley'\]"),
     ],
     ids=str,
@@ -234,5 +249,9 @@ def test_a_rotation_in_half_precision_stays_in_float32(dtype, converted):
 
     assert y.dtype == dtype
     assert y.isfinite().all()
-    assert {parameter.dtype for parameter in layer.rotate.parameters()} == {torch.float32}
-    assert {parameter.dtype for parameter in layer.double().parameters()} == {torch.float64}
+    assert {parameter.dtype for parameter in layer.rotate.parameters()} == {
+        torch.float32
+    }
+    assert {parameter.dtype for parameter in layer.double().parameters()} == {
+        torch.float64
+    }

@@ -30,11 +30,15 @@ def test_wrong_inputs_are_refused_by_value(shape, dtype, named):
         GroupWhitening2d(64)(torch.zeros(shape, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize(
     "memory_format", [torch.contiguous_format, torch.channels_last], ids=str
 )
-@pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 24, 1, 1), (0, 24, 5, 7)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3, 24, 5, 7), (2, 24, 1, 1), (0, 24, 5, 7)], ids=str
+)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_its_relu_is_the_same_as_one_behind_it(solver, shape, memory_format, dtype):
     x, dy = randn(2, *shape).to(dtype)

@@ -14,7 +14,9 @@ def tiles_of(image, rows, columns):
     """Cut (1, C, H, W) into (rows * columns, C, H / rows, W / columns)."""
     _, c, h, w = image.shape
     cut = image.reshape(c, rows, h // rows, columns, w // columns)
-    return cut.permute(1, 3, 0, 2, 4).reshape(rows * columns, c, h // rows, w // columns)
+    return cut.permute(1, 3, 0, 2, 4).reshape(
+        rows * columns, c, h // rows, w // columns
+    )
 
 
 LAYERS = {
@@ -27,7 +29,9 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "memory_format", [torch.contiguous_format, torch.channels_last]
+)
 def test_tiles_are_normalized_as_their_image(make, memory_format):
     torch.manual_seed(0)
     layer = make().double()
@@ -102,11 +106,16 @@ def test_other_norms_are_left_alone():
 
 
 def test_errors_restore_the_layers():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), GroupWhitening2d(8, 4), nn.GroupNorm(2, 8))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), GroupWhitening2d(8, 4), nn.GroupNorm(2, 8)
+    )
     x = torch.randn(2, 3, 9, 9)
     before = model(x)
 
-    with pytest.raises(RuntimeError, match="stop"), ImageStatistics(model.modules()).gather():
+    with (
+        pytest.raises(RuntimeError, match="stop"),
+        ImageStatistics(model.modules()).gather(),
+    ):
         assert not torch.allclose(model(x), before)
         raise RuntimeError("stop")
 

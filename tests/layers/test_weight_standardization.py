@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from detectron2.layers import Conv2d, FrozenBatchNorm2d
 from torch import nn
 
-from gw_detectron.layers import GroupWhitening2d, standardize_weight, standardize_weights
+from gw_detectron.layers import (
+    GroupWhitening2d,
+    standardize_weight,
+    standardize_weights,
+)
 from gw_detectron.modeling import ConvNormReLU
 
 from ..modeling.test_conv_norm_relu import COPIES

@@ -18,7 +18,9 @@ RESNET18 = {"MODEL.RESNETS.DEPTH": 18, "MODEL.RESNETS.RES2_OUT_CHANNELS": 64}
 @pytest.fixture
 def cfg() -> CfgNode:
     """A ResNet-50 FPN Mask R-CNN of this package with no weights, nothing frozen, on the CPU."""
-    cfg = read_config("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml")
+    cfg = read_config(
+        "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml"
+    )
     return changed_config(cfg, CHANGES)
 
 

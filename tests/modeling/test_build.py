@@ -12,7 +12,11 @@ from gw_detectron.modeling import build_checked_model
     [
         ("MODEL.META_ARCHITECTURE", "NoSuchModel", ["NoSuchModel", "META_ARCH"]),
         ("MODEL.RESNETS.OUT_FEATURES", ["res9"], ["AssertionError", "resnet.py, line"]),
-        ("MODEL.ANCHOR_GENERATOR.SIZES", [], ["cannot be empty", "anchor_generator.py, line"]),
+        (
+            "MODEL.ANCHOR_GENERATOR.SIZES",
+            [],
+            ["cannot be empty", "anchor_generator.py, line"],
+        ),
         ("MODEL.RESNETS.NORM", "GW:groups=3", ["MODEL.RESNETS.NORM ('GW:groups=3')"]),
     ],
 )

@@ -14,7 +14,10 @@ from torch import nn
 
 from gw_detectron.config import changed_config, read_config
 from gw_detectron.errors import ConfigError, PreflightError
-from gw_detectron.layers.weight_standardization import standardize_weight, standardize_weights
+from gw_detectron.layers.weight_standardization import (
+    standardize_weight,
+    standardize_weights,
+)
 from gw_detectron.modeling import build_checked_model
 from gw_detectron.modeling.resnet import set_norms
 from gw_detectron.norms import conv_names
@@ -47,7 +50,9 @@ def parts(model: nn.Module) -> Counter:
 @functools.cache
 def detector(*keys: str) -> nn.Module:
     """A detector on ResNet-18 with GN everywhere, and WS in the parts of these keys."""
-    cfg = read_config("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_GN.yaml")
+    cfg = read_config(
+        "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_GN.yaml"
+    )
     cfg = changed_config(cfg, RESNET18)
     for key in keys:
         cfg.MODEL[key].CONV = "WS"
@@ -84,7 +89,9 @@ def test_configs(config, counts, groups):
 
     model = build_checked_model(cfg, "meta")
 
-    group_norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
+    group_norms = [
+        module for module in model.modules() if isinstance(module, nn.GroupNorm)
+    ]
     assert parts(model) == counts
     assert Counter(norm.num_groups for norm in group_norms) == groups
 

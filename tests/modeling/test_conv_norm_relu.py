@@ -14,8 +14,17 @@ from detectron2.modeling.roi_heads import FastRCNNConvFCHead, MaskRCNNConvUpsamp
 from torch import nn
 
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
-from gw_detectron.modeling import ConvNormReLU, GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
-from gw_detectron.modeling.resnet import GWBasicBlock, GWBasicStem, GWBottleneckBlock, set_norms
+from gw_detectron.modeling import (
+    ConvNormReLU,
+    GWFastRCNNConvFCHead,
+    GWMaskRCNNConvUpsampleHead,
+)
+from gw_detectron.modeling.resnet import (
+    GWBasicBlock,
+    GWBasicStem,
+    GWBottleneckBlock,
+    set_norms,
+)
 from gw_detectron.norms import whitened_convs
 
 NORMS = {
@@ -41,7 +50,11 @@ COMPONENTS = {
         GWBasicStem, BasicStem, {"in_channels": 8, "out_channels": 16}, "norm", 1
     ),
     "basic": Component(
-        GWBasicBlock, BasicBlock, {"in_channels": 8, "out_channels": 16, "stride": 2}, "norm", 1
+        GWBasicBlock,
+        BasicBlock,
+        {"in_channels": 8, "out_channels": 16, "stride": 2},
+        "norm",
+        1,
     ),
     "bottleneck": Component(
         GWBottleneckBlock,
@@ -51,7 +64,11 @@ COMPONENTS = {
         2,
     ),
     "box head": Component(
-        GWFastRCNNConvFCHead, FastRCNNConvFCHead, HEAD | {"fc_dims": [16]}, "conv_norm", 3
+        GWFastRCNNConvFCHead,
+        FastRCNNConvFCHead,
+        HEAD | {"fc_dims": [16]},
+        "conv_norm",
+        3,
     ),
     "mask head": Component(
         GWMaskRCNNConvUpsampleHead,
@@ -93,8 +110,12 @@ def output_and_gradients(module: nn.Module) -> list[torch.Tensor | None]:
     leaf = IMAGES.clone().requires_grad_()
     forward = module.layers if isinstance(module, MaskRCNNConvUpsampleHead) else module
     y = forward(leaf)
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    gradients = torch.autograd.grad(y.square().sum(), [leaf, *parameters], allow_unused=True)
+    parameters = [
+        parameter for parameter in module.parameters() if parameter.requires_grad
+    ]
+    gradients = torch.autograd.grad(
+        y.square().sum(), [leaf, *parameters], allow_unused=True
+    )
     return [y.detach(), *gradients]
 
 
@@ -139,7 +160,8 @@ def test_only_norms_before_a_relu_apply_it(positions, fused):
 
 # convert_frozen_batchnorm takes the running statistics, which are those of evaluation
 @pytest.mark.parametrize(
-    "change", [FrozenBatchNorm2d.convert_frozen_batchnorm, lambda module: module.freeze()]
+    "change",
+    [FrozenBatchNorm2d.convert_frozen_batchnorm, lambda module: module.freeze()],
 )
 @pytest.mark.parametrize("norm", ["GW", "BN"])
 def test_freezing_keeps_the_relu(norm, change):
@@ -203,7 +225,9 @@ def test_a_convolution_without_norm_is_activated():
 COPIES = {
     "pickle": lambda module, x: pickle.loads(pickle.dumps(module)),
     "deepcopy": lambda module, x: copy.deepcopy(module),
-    "torch.compile": lambda module, x: torch.compile(module, backend="eager", fullgraph=True),
+    "torch.compile": lambda module, x: torch.compile(
+        module, backend="eager", fullgraph=True
+    ),
     "torch.export": lambda module, x: torch.export.export(module, (x,)).module(),
 }
 

@@ -39,7 +39,9 @@ def test_output_is_that_of_detectron2(stride, dilation):
 
 
 @pytest.mark.parametrize(("kind", "masks"), [(DeformConv, 0), (ModulatedDeformConv, 1)])
-def test_without_offsets_it_is_a_convolution_and_gradients_are_the_numeric_ones(kind, masks):
+def test_without_offsets_it_is_a_convolution_and_gradients_are_the_numeric_ones(
+    kind, masks
+):
     conv = deformable(kind, groups=2)
     conv.__class__ = TorchvisionDeformConv
     zero = torch.zeros(2, 36, 9, 11, dtype=torch.float64)
@@ -74,7 +76,9 @@ def test_pretrained_weights_load_and_the_offsets_start_new(cfg, tmp_path):
 
     image = torch.randn(1, 3, 64, 64)
     deformable_resnet = model.bottom_up.eval()
-    with torch.no_grad():  # offsets start at zero: the deformable network is the plain one
+    with (
+        torch.no_grad()
+    ):  # offsets start at zero: the deformable network is the plain one
         expected = plain(image)["res5"]
         output = deformable_resnet(image)["res5"]
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)

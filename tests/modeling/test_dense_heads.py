@@ -14,7 +14,12 @@ from torch import nn
 
 from gw_detectron.errors import NormError
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.modeling import GWFCOSHead, GWRetinaNet, GWRetinaNetHead, GWSemSegFPNHead
+from gw_detectron.modeling import (
+    GWFCOSHead,
+    GWRetinaNet,
+    GWRetinaNetHead,
+    GWSemSegFPNHead,
+)
 from gw_detectron.norms.listing import norm_rows
 
 from ..test_configs import tiny_batch
@@ -76,13 +81,16 @@ def test_a_head_is_the_stock_head_with_that_norm(kind, norm):
 
 
 @pytest.mark.parametrize(
-    ("norm", "word"), [("GX", "unknown norm"), ("GW:groups=5", "5"), ("GN:groups=0", "groups")]
+    ("norm", "word"),
+    [("GX", "unknown norm"), ("GW:groups=5", "5"), ("GN:groups=0", "groups")],
 )
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_wrong_norm_names_the_argument_and_the_class(kind, norm, word):
     ours, _, arguments, *_ = HEADS[kind]
 
-    with pytest.raises(NormError, match=rf"{ours.__name__}, norm \('{norm}'\): .*{word}"):
+    with pytest.raises(
+        NormError, match=rf"{ours.__name__}, norm \('{norm}'\): .*{word}"
+    ):
         ours(**arguments, norm=norm)
 
 

@@ -11,7 +11,8 @@ def specs(model):
 
 
 @pytest.mark.parametrize(
-    "norm", ["GW:groups=32,iters=5,eps=1e-05,solver=newton", "GN:groups=16,eps=1e-05", ""]
+    "norm",
+    ["GW:groups=32,iters=5,eps=1e-05,solver=newton", "GN:groups=16,eps=1e-05", ""],
 )
 def test_fpn_takes_any_norm(resnet18, norm):
     resnet18.MODEL.FPN.NORM = norm
@@ -29,7 +30,9 @@ def test_fpn_takes_any_norm(resnet18, norm):
         assert features[f"p{level}"].shape == (1, 256, side, side)
 
 
-@pytest.mark.parametrize("key", ["FPN", "ROI_BOX_HEAD", "ROI_MASK_HEAD", "SEM_SEG_HEAD"])
+@pytest.mark.parametrize(
+    "key", ["FPN", "ROI_BOX_HEAD", "ROI_MASK_HEAD", "SEM_SEG_HEAD"]
+)
 def test_a_norm_that_does_not_fit_names_the_key(cfg, key):
     if key == "SEM_SEG_HEAD":
         cfg.MODEL.META_ARCHITECTURE = "PanopticFPN"

@@ -29,11 +29,14 @@ RGB = ShapeSpec(channels=3)
 def test_the_whitening_norm_is_at_its_positions_only(cfg, positions, count):
     cfg.MODEL.RESNETS.WHITEN_POSITIONS = positions
 
-    check_positions(build_gw_resnet_backbone(cfg, RGB), whitened_convs(positions), count)
+    check_positions(
+        build_gw_resnet_backbone(cfg, RGB), whitened_convs(positions), count
+    )
 
 
 @pytest.mark.parametrize(
-    ("positions", "count"), [("S1", 1), ("S1-B1", 9), ("S1-B2", 9), ("S1-B12", 17), ("ALL", 20)]
+    ("positions", "count"),
+    [("S1", 1), ("S1-B1", 9), ("S1-B2", 9), ("S1-B12", 17), ("ALL", 20)],
 )
 def test_the_same_in_a_resnet_of_basic_blocks(resnet18, positions, count):
     resnet18.MODEL.RESNETS.WHITEN_POSITIONS = positions
@@ -52,7 +55,9 @@ def check_positions(backbone, convs, count):
 
     assert len(whitened) == count
     assert ("stem.conv1.norm" in whitened) == bool(count)
-    in_blocks = {name.split(".")[-2] for name in whitened if not name.startswith("stem")}
+    in_blocks = {
+        name.split(".")[-2] for name in whitened if not name.startswith("stem")
+    }
     assert in_blocks == set(convs)
 
 
@@ -103,7 +108,11 @@ def test_freeze_at_keeps_whitening_and_stops_its_affine(resnet18):
     ("key", "value", "message"),
     [
         ("WHITEN_POSITIONS", "S1-B4", r"WHITEN_POSITIONS \('S1-B4'\): .*'S1'"),
-        ("WHITEN_NORM", "GW:groups=48", r"MODEL.RESNETS.WHITEN_NORM \('GW:groups=48'\): .*64"),
+        (
+            "WHITEN_NORM",
+            "GW:groups=48",
+            r"MODEL.RESNETS.WHITEN_NORM \('GW:groups=48'\): .*64",
+        ),
         ("DEPTH", 51, r"MODEL.RESNETS.DEPTH \(51\): .*152"),
         ("NORM", "XN", r"MODEL.RESNETS.NORM \('XN'\): "),
     ],

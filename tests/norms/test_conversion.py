@@ -19,7 +19,11 @@ from torch import nn
 from gw_detectron import convert_norms
 from gw_detectron.config import changed_config, read_config
 from gw_detectron.errors import ConfigError, NormError
-from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
+from gw_detectron.layers import (
+    BatchWhitening2d,
+    FrozenBatchWhitening2d,
+    GroupWhitening2d,
+)
 from gw_detectron.norms import norm_rows, resolve_norm
 from gw_detectron.norms.conversion import ConversionReport
 
@@ -95,7 +99,11 @@ def test_a_torchvision_network_equals_the_one_built_with_the_norm(key):
     [("S1", 1), ("S1-B1", 17), ("S1-B2", 17), ("S1-B12", 33), ("ALL", 53)],
 )
 def test_positions_are_those_of_the_configs(positions, count):
-    changes = {"MODEL.DEVICE": "cpu", "MODEL.RESNETS.NORM": "BN", "MODEL.BACKBONE.FREEZE_AT": 0}
+    changes = {
+        "MODEL.DEVICE": "cpu",
+        "MODEL.RESNETS.NORM": "BN",
+        "MODEL.BACKBONE.FREEZE_AT": 0,
+    }
     cfg = read_config("COCO-Detection/faster_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml")
     cfg = changed_config(cfg, changes)
     cfg.MODEL.RESNETS.WHITEN_POSITIONS = positions
@@ -157,7 +165,9 @@ def test_scale_shift_dtype_mode_and_frozen_parameters_stay():
     model[1].requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
 
-    with pytest.warns(UserWarning, match=r"2 layers \(1, ...\) lose their running statistics"):
+    with pytest.warns(
+        UserWarning, match=r"2 layers \(1, ...\) lose their running statistics"
+    ):
         convert_norms(model, {"*": "GW:groups=8"})
 
     after = model.state_dict()
@@ -325,7 +335,9 @@ def test_the_rotation_of_a_frozen_norm_is_frozen():
 def test_one_value_per_group_is_a_warning():
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))
 
-    with pytest.warns(UserWarning, match=r"1 layers \(1, ...\) get one channel per group"):
+    with pytest.warns(
+        UserWarning, match=r"1 layers \(1, ...\) get one channel per group"
+    ):
         convert_norms(model, {"*": "GW"})
 
     vectors = torch.randn(5, 3)

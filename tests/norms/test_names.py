@@ -18,7 +18,9 @@ from gw_detectron.norms.names import build_norm, norm_spec, resolve_norm
 from gw_detectron.ops.solvers import DEFAULT_SOLVER, Solver
 
 
-@pytest.mark.parametrize("name", ["BN", "SyncBN", "FrozenBN", "naiveSyncBN", "naiveSyncBN_N"])
+@pytest.mark.parametrize(
+    "name", ["BN", "SyncBN", "FrozenBN", "naiveSyncBN", "naiveSyncBN_N"]
+)
 def test_detectron2_names_are_returned_unchanged(name):
     assert resolve_norm(name) is name
     assert norm_spec(get_norm(name, 8)) == name
@@ -136,7 +138,9 @@ def test_bn_with_a_rotation_is_batch_whitening_that_standardizes():
     assert "solver=standardize" in frozen
 
 
-@pytest.mark.parametrize("layer", [nn.Conv2d(1, 1, 1), nn.LayerNorm(32), nn.InstanceNorm2d(8)])
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(1, 1, 1), nn.LayerNorm(32), nn.InstanceNorm2d(8)]
+)
 def test_a_layer_that_no_name_makes_has_no_spec(layer):
     assert norm_spec(layer) is None
 
@@ -176,7 +180,8 @@ def test_a_wrong_spec_is_named_with_its_place(spec, message):
     st.one_of(
         st.text(),
         st.from_regex(
-            r"(GW|BW|FrozenBW|GN|BN)(:[a-z]{0,9}=?[-0-9a-z._]{0,12}(,|\Z)){0,4}", fullmatch=True
+            r"(GW|BW|FrozenBW|GN|BN)(:[a-z]{0,9}=?[-0-9a-z._]{0,12}(,|\Z)){0,4}",
+            fullmatch=True,
         ),
         st.builds(
             "{}:{}={}".format,

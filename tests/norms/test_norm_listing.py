@@ -3,7 +3,12 @@ from detectron2.layers import FrozenBatchNorm2d
 from torch import nn
 
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.norms.listing import evaluation_spec, norm_rows, norm_summary, norm_table
+from gw_detectron.norms.listing import (
+    evaluation_spec,
+    norm_rows,
+    norm_summary,
+    norm_table,
+)
 
 
 def test_the_table_lists_every_norm():
@@ -25,7 +30,14 @@ def test_the_table_lists_every_norm():
         ("block.2", "GN:groups=4,eps=1e-05", 8, 4, 16, False),
     ]
     header, _, *lines = norm_table(model).splitlines()
-    assert header.split() == ["layer", "norm", "channels", "groups", "parameters", "frozen"]
+    assert header.split() == [
+        "layer",
+        "norm",
+        "channels",
+        "groups",
+        "parameters",
+        "frozen",
+    ]
     assert lines[0].split() == ["stem", whitening, "128", "64", "256", "yes"]
     assert norm_summary(model) == f"1 {whitening}, 1 FrozenBN, 1 GN:groups=4,eps=1e-05"
 

@@ -15,7 +15,9 @@ from .oracle import Setting
 
 GROUPS = (1, 8, 16, 32, 64)
 #: every solver, Newton with every number of steps
-SOLVER_ARGS = [{"solver": "newton", "iters": t} for t in (1, 3, 5, 7)] + [{"solver": "zca"}]
+SOLVER_ARGS = [{"solver": "newton", "iters": t} for t in (1, 3, 5, 7)] + [
+    {"solver": "zca"}
+]
 
 
 def grid() -> list[tuple[int, tuple[int, ...], Setting]]:
@@ -47,7 +49,9 @@ def features(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(correlated(shape, seed))
 
 
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def randn(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Return independent normal values."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=dtype)
@@ -57,7 +61,9 @@ def gw(
     x, groups, weight=None, bias=None, *, solver="newton", relu=False, **options
 ) -> torch.Tensor:
     """Group whitening by a solver that is given by its name and options."""
-    return group_whiten(x, groups, weight, bias, solver=Solver(solver, **options), relu=relu)
+    return group_whiten(
+        x, groups, weight, bias, solver=Solver(solver, **options), relu=relu
+    )
 
 
 def bw(x, width, weight=None, bias=None, *, solver="newton", **options) -> torch.Tensor:
@@ -103,7 +109,8 @@ def reference(
 ) -> list[torch.Tensor]:
     """Compute the same in float64 by the reference."""
     x, weight, bias = (
-        tensor.detach().double().requires_grad_() for tensor in (x, module.weight, module.bias)
+        tensor.detach().double().requires_grad_()
+        for tensor in (x, module.weight, module.bias)
     )
     y = group_whiten_reference(x, weight, bias, module.num_groups, module.solver, relu)
     return [y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy.double())]

@@ -23,7 +23,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Drop repetitions: other solvers than newton have one backend, the reference."""
-    items[:] = [item for item in items if not _repeated(getattr(item, "callspec", None))]
+    items[:] = [
+        item for item in items if not _repeated(getattr(item, "callspec", None))
+    ]
 
 
 def _repeated(callspec) -> bool:

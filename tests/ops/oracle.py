@@ -141,7 +141,9 @@ class Setting:
         return newton_backward(grad_w, sigma, self.iters)
 
 
-def _per_channel(value: np.ndarray | None, ndim: int, default: float) -> np.ndarray | float:
+def _per_channel(
+    value: np.ndarray | None, ndim: int, default: float
+) -> np.ndarray | float:
     if value is None:
         return default
     spatial = [1] * (ndim - 2)
@@ -173,7 +175,10 @@ def group_whiten(
 
 
 def group_whiten_backward(
-    x: np.ndarray, grad_out: np.ndarray, setting: Setting, weight: np.ndarray | None = None
+    x: np.ndarray,
+    grad_out: np.ndarray,
+    setting: Setting,
+    weight: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Algorithm 2 on every sample: dL/dx (N, C, *spatial), dL/dweight (C,) and dL/dbias (C,)."""
     axes = (0, *range(2, x.ndim))

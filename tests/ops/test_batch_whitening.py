@@ -43,7 +43,9 @@ def test_gradcheck_of_input_and_affine(solver, corr):
     assert torch.autograd.gradcheck(run, inputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str
+)
 def test_half_precision_input_is_whitened_in_float32(dtype):
     x = features(2, 16, 9, 7).to(dtype)
 
@@ -52,7 +54,9 @@ def test_half_precision_input_is_whitened_in_float32(dtype):
     assert y.dtype == dtype
     expected = oracle.batch_whiten(x.double().numpy(), 8, "newton", eps=1e-5)
     # half of the last digit of numbers up to 8
-    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3.2e-2, torch.float32: 1e-4}[dtype]
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3.2e-2, torch.float32: 1e-4}[
+        dtype
+    ]
     assert_close(y.double(), expected, tolerance)
 
 

@@ -11,7 +11,16 @@ from gw_detectron.errors import NonFiniteError
 from gw_detectron.layers import SOLVERS, BatchWhitening2d, GroupWhitening2d
 
 from . import oracle
-from .cases import affine_of, assert_close, build, correlated, error, features, gw, randn
+from .cases import (
+    affine_of,
+    assert_close,
+    build,
+    correlated,
+    error,
+    features,
+    gw,
+    randn,
+)
 from .oracle import Setting
 
 PUBLISHED = ["newton", "zca"]
@@ -60,7 +69,10 @@ DEGENERATE = CENTERED_ZERO | {
     "very tiny": (16, 1e-14 * correlated((2, 32, 5, 3))),
     "next to nothing": (16, 1e-25 * correlated((2, 32, 5, 3))),
     "huge": (16, 1e12 * correlated((2, 32, 5, 3))),
-    "one sample zero": (16, np.stack([np.zeros((32, 5, 3)), correlated((1, 32, 5, 3))[0]])),
+    "one sample zero": (
+        16,
+        np.stack([np.zeros((32, 5, 3)), correlated((1, 32, 5, 3))[0]]),
+    ),
 }
 
 
@@ -70,7 +82,9 @@ DEGENERATE = CENTERED_ZERO | {
 def test_output_is_bounded_and_gradients_are_finite(solver, corr, dtype):
     """No whitening matrix psi(Sigma) <= Sigma^(-1/2) makes |y| larger than sqrt(M)."""
     for (name, (groups, array)), eps in itertools.product(DEGENERATE.items(), EPS):
-        layer = GroupWhitening2d(32, groups, eps=eps, solver=solver, corr=corr).to(dtype)
+        layer = GroupWhitening2d(32, groups, eps=eps, solver=solver, corr=corr).to(
+            dtype
+        )
         x = torch.from_numpy(array).to(dtype).requires_grad_()
 
         y = layer(x)
@@ -157,7 +171,9 @@ def test_eps_regularizes_float32_before_directions_are_cut(solver, largest):
     (expected, expected_grad), (y, grad) = results
     assert error(y, expected) < 0.05
     assert grad.isfinite().all()
-    if solver != "pca":  # which has no derivative at eigenvalues that are equal up to rounding
+    if (
+        solver != "pca"
+    ):  # which has no derivative at eigenvalues that are equal up to rounding
         assert error(grad, expected_grad) < 0.1
 
 
@@ -185,7 +201,9 @@ def test_eigendecomposition_refuses_values_that_are_not_finite(solver, groups, b
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16], ids=str
+)
 def test_empty_input_keeps_the_parameters_in_the_graph(dtype, solver):
     shapes = ((0, 32, 5, 3), (2, 32, 0, 3), (0, 32), (2, 32, 0), (0, 32, 2, 3, 4))
     for shape, kind in itertools.product(shapes, (GroupWhitening2d, BatchWhitening2d)):

@@ -43,7 +43,9 @@ def test_forward_and_backward_equal_the_papers_algorithms(channels, size, settin
     + [(13, 64, (9, 11)), (24, 24, (9, 11))],
     ids=str,
 )
-def test_every_input_rank_and_no_more_groups_than_channels(channels, groups, size, solver):
+def test_every_input_rank_and_no_more_groups_than_channels(
+    channels, groups, size, solver
+):
     layer = build(channels, Setting(groups, eps=1e-3, solver=solver))
     x = features(3, channels, *size)
 
@@ -67,7 +69,9 @@ def test_autocast_does_not_overflow_at_stem_size(dtype, solver):
     y.backward(torch.ones_like(y))
 
     assert y.dtype == x.grad.dtype == dtype
-    expected = oracle.group_whiten(x.detach().double().numpy(), setting, *affine_of(layer))
+    expected = oracle.group_whiten(
+        x.detach().double().numpy(), setting, *affine_of(layer)
+    )
     difference = np.abs(y.detach().double().numpy() - expected)
     # the output's rounding, half a unit in the last place, times two: the affine map may come
     # before or after it

@@ -20,7 +20,9 @@ def test_single_channels_one_group_and_one_sample(solver, corr):
     options = {"solver": solver, "corr": corr}
     # pivoted_cholesky replaces by eps instead of adding it
     eps = 0.0 if solver == "pivoted_cholesky" else 0.01
-    batch_norm = F.batch_norm(x, None, None, training=True, eps=eps or 1e-30)  # torch refuses 0
+    batch_norm = F.batch_norm(
+        x, None, None, training=True, eps=eps or 1e-30
+    )  # torch refuses 0
 
     assert_close(bw(x, 1, eps=eps, **options), batch_norm)
 
@@ -31,8 +33,12 @@ def test_single_channels_one_group_and_one_sample(solver, corr):
     assert_close(gw(sample, 6, **options), bw(sample, 6, **options))
 
 
-@pytest.mark.parametrize(("width", "solver"), [(1, "newton"), (1, "zca"), (4, "standardize")])
-def test_batch_whitening_with_a_running_covariance_is_bn_in_evaluation_too(width, solver):
+@pytest.mark.parametrize(
+    ("width", "solver"), [(1, "newton"), (1, "zca"), (4, "standardize")]
+)
+def test_batch_whitening_with_a_running_covariance_is_bn_in_evaluation_too(
+    width, solver
+):
     whitening = BatchWhitening2d(
         6, width, solver, eps=0.01, momentum=0.3, running="covariance"
     ).double()
@@ -57,7 +63,9 @@ def test_standardizing_is_gn_over_the_sample_and_bn_over_the_batch(groups):
     assert_close(bw(x, groups, **options), batch_norm)
 
 
-@pytest.mark.parametrize(("groups", "iters"), [(1, 0), (1, 5), (4, 3), (64, 5), (64, 9)])
+@pytest.mark.parametrize(
+    ("groups", "iters"), [(1, 0), (1, 5), (4, 3), (64, 5), (64, 9)]
+)
 def test_the_factor_of_newton_on_a_white_covariance(groups, iters):
     """psi(s^2 I) = f I / s with f = p_T(1/g) / sqrt(g), 1 for g = 1 and 0.766 for g = 64 after 5 steps."""
     identity = torch.eye(groups, dtype=torch.float64)

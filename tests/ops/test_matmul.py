@@ -59,7 +59,9 @@ def test_means_on_both_sides_of_the_switch(deviations):
     ("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)]
 )
 @pytest.mark.parametrize("shape", [(2, 128, 20, 24), (40, 256, 7, 7)], ids=str)
-def test_half_precision_input_costs_no_more_than_its_own_rounding(shape, dtype, tolerance):
+def test_half_precision_input_costs_no_more_than_its_own_rounding(
+    shape, dtype, tolerance
+):
     x = (randn(*shape) * 2 + 1).to(dtype)
     dy = randn(*shape, seed=1).to(dtype)
     made = layer(shape[1])
@@ -77,7 +79,9 @@ def test_parameters_in_half_precision_are_converted_before_they_multiply():
     made = layer(64).half()
     nn.init.constant_(made.weight, 2)
     x, sign = randn(2, 2, 64, 9, 9).half()
-    dy = sign.sign() * 4e4  # which times the weight is beyond float16, unlike its gradient
+    dy = (
+        sign.sign() * 4e4
+    )  # which times the weight is beyond float16, unlike its gradient
 
     y, dx, *_ = gradients(made, 8 * x, dy)
 
@@ -112,7 +116,9 @@ def test_whatever_onednn_multiplies(kept, dtype, relu, monkeypatch):
 
         values = gradients(made, x, dy, relu=relu)
 
-        for value, expected in zip(values, reference(made, x, dy, relu=relu), strict=True):
+        for value, expected in zip(
+            values, reference(made, x, dy, relu=relu), strict=True
+        ):
             tolerance = 2e-5 if value.dtype == torch.float32 else 4e-3
             assert error(value, expected) < tolerance
 

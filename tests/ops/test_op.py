@@ -9,7 +9,11 @@ from gw_detectron.errors import ConfigError
 from gw_detectron.layers import Solver
 from gw_detectron.ops import torch_private
 from gw_detectron.ops.group_whitening import op
-from gw_detectron.ops.group_whitening.op import ENVIRONMENT_SWITCH, choose_backend, use_backend
+from gw_detectron.ops.group_whitening.op import (
+    ENVIRONMENT_SWITCH,
+    choose_backend,
+    use_backend,
+)
 
 from .cases import assert_errors_below, gradients, layer, randn, reference
 
@@ -43,7 +47,10 @@ def test_a_backend_is_forced_by_the_environment_and_by_the_program(monkeypatch):
     monkeypatch.setenv(ENVIRONMENT_SWITCH, "triton")
     with pytest.raises(ConfigError, match=rf"{ENVIRONMENT_SWITCH} \('triton'\)"):
         choose_backend(x, 64)
-    with pytest.raises(ConfigError, match=r"use_backend \('fast'\)"), use_backend("fast"):
+    with (
+        pytest.raises(ConfigError, match=r"use_backend \('fast'\)"),
+        use_backend("fast"),
+    ):
         choose_backend(x, 64)
 
 
@@ -162,7 +169,9 @@ def test_compiles_in_one_graph_where_the_batch_depends_on_data(chosen):
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_an_export_is_recognized_with_and_without_torchs_private_flag(flag, monkeypatch):
+def test_an_export_is_recognized_with_and_without_torchs_private_flag(
+    flag, monkeypatch
+):
     if flag and not torch_private._EXPORTING_FLAG:
         pytest.skip("this torch has no torch.compiler._is_exporting_flag")
     monkeypatch.setattr(torch_private, "_EXPORTING_FLAG", flag)
@@ -195,7 +204,9 @@ def test_gradients_that_are_differentiated_again_stop_at_the_layer(relu):
         return whiten(whiten(x, weight, bias).sin(), weight, bias).pow(3).sum()
 
     def made_of_the_input(x, weight, bias):
-        return whiten(x, weight + x.mean((0, 2)).exp(), bias + x.sum((0, 2))).pow(3).sum()
+        return (
+            whiten(x, weight + x.mean((0, 2)).exp(), bias + x.sum((0, 2))).pow(3).sum()
+        )
 
     for function in (twice, made_of_the_input):
         expected = torch.autograd.grad(function(*tensors), tensors)

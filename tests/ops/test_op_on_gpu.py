@@ -79,7 +79,9 @@ def test_y_and_gradients_are_those_of_float64(shape, dtype, limit, memory_format
     ],
     ids=str,
 )
-def test_its_relu_is_the_same_as_one_behind_it(shape, groups, dtype, tolerance, memory_format):
+def test_its_relu_is_the_same_as_one_behind_it(
+    shape, groups, dtype, tolerance, memory_format
+):
     """Also with few positions, where a tile is smaller than a program, and with dx written in place of dy."""
     x, dy = inputs(shape, dtype, memory_format)
     made = on_device(shape[1], groups)
@@ -112,7 +114,9 @@ def test_autocast_and_a_gradient_scaler_on_large_maps(dtype, tolerance, size):
 
     assert x.dtype == y.dtype == dtype
     with torch.no_grad():
-        expected = group_whiten(x.double(), 64, made.weight.double(), made.bias.double())
+        expected = group_whiten(
+            x.double(), 64, made.weight.double(), made.bias.double()
+        )
     assert error(y, expected) < tolerance
 
     scaler.scale(loss).backward()
@@ -144,7 +148,9 @@ def test_a_cuda_graph_replays_forward_and_backward():
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):  # Triton compiles, and gradients exist before they are captured
+        for _ in range(
+            3
+        ):  # Triton compiles, and gradients exist before they are captured
             made(x).backward(dy)
     torch.cuda.current_stream().wait_stream(side)
 

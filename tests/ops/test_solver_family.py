@@ -78,7 +78,9 @@ def test_replaced_pivots_and_their_gradient():
     change = torch.zeros(6, 6, dtype=torch.float64, requires_grad=True)
     whitening = whitening_matrix(change).detach()
 
-    assert_relatively_close(whitening.numpy(), oracle.pivoted_cholesky(sigma, 0.02), 1e-10)
+    assert_relatively_close(
+        whitening.numpy(), oracle.pivoted_cholesky(sigma, 0.02), 1e-10
+    )
     assert torch.autograd.gradcheck(whitening_matrix, (change,), eps=1e-8, atol=1e-4)
 
 
@@ -120,7 +122,9 @@ def hard(covariance: torch.Tensor, solver: str) -> torch.Tensor:
 def test_a_second_derivative_is_refused_instead_of_wrong(solver):
     covariance = torch.from_numpy(random_spd(4)).requires_grad_()
 
-    (gradient,) = torch.autograd.grad(hard(covariance, solver), covariance, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        hard(covariance, solver), covariance, create_graph=True
+    )
 
     assert gradient.isfinite().all()
     with pytest.raises(NotImplementedError, match="'newton' and 'standardize'"):

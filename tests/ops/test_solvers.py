@@ -47,7 +47,9 @@ def symmetrized_gradient(solver, sigma: np.ndarray, grad_w: np.ndarray) -> np.nd
     return symmetric(leaf.grad.numpy())
 
 
-def assert_relatively_close(value: np.ndarray, reference: np.ndarray, tol: float) -> None:
+def assert_relatively_close(
+    value: np.ndarray, reference: np.ndarray, tol: float
+) -> None:
     scale = np.abs(reference).max()
     np.testing.assert_allclose(value / scale, reference / scale, rtol=0, atol=tol)
 
@@ -61,7 +63,9 @@ def test_newton_equals_the_equations(name, iters):
     expected_grad = symmetric(oracle.newton_backward(grad, sigma, iters))
 
     whitening = newton_inverse_sqrt(torch.from_numpy(sigma), iters)
-    gradient = symmetrized_gradient(lambda s: newton_inverse_sqrt(s, iters), sigma, grad)
+    gradient = symmetrized_gradient(
+        lambda s: newton_inverse_sqrt(s, iters), sigma, grad
+    )
     # the oracle loses digits, too: 1.1e-10 after 8 steps at a condition of 1e6, with AVX2
     assert_relatively_close(whitening.numpy(), expected, 3e-10)
     assert_relatively_close(gradient, expected_grad, 1e-9)

@@ -42,7 +42,9 @@ from gw_detectron.ops.group_whitening.triton.gradients import (
 )
 from gw_detectron.ops.group_whitening.triton.newton import in_registers, operands
 from gw_detectron.ops.group_whitening.triton.whitening import apply
-from gw_detectron.ops.group_whitening.triton.whitening import statistics as write_statistics
+from gw_detectron.ops.group_whitening.triton.whitening import (
+    statistics as write_statistics,
+)
 
 from . import oracle
 from .cases import features, randn
@@ -94,16 +96,24 @@ def small_splits(monkeypatch, request):
 class Sample:
     """Arguments of the kernels, and the expected values in float64."""
 
-    def __init__(self, shape, groups, dtype=FP32, channels_last=False, affine=True, relu=False):
+    def __init__(
+        self, shape, groups, dtype=FP32, channels_last=False, affine=True, relu=False
+    ):
         self.groups = groups
         self.dtype = dtype
         n, channels = shape[:2]
-        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        memory_format = (
+            torch.channels_last if channels_last else torch.contiguous_format
+        )
         self.x = (
-            features(*shape, seed=1).to(DEVICE, dtype).contiguous(memory_format=memory_format)
+            features(*shape, seed=1)
+            .to(DEVICE, dtype)
+            .contiguous(memory_format=memory_format)
         )
         self.dy = (
-            features(*shape, seed=2).to(DEVICE, dtype).contiguous(memory_format=memory_format)
+            features(*shape, seed=2)
+            .to(DEVICE, dtype)
+            .contiguous(memory_format=memory_format)
         )
         self.y = (self.x - self.x.float().mean()).relu().to(dtype) if relu else None
         self.weight = randn(channels).abs().add(0.5).to(DEVICE) if affine else None
@@ -157,9 +167,20 @@ class Sample:
             largest,
         )
         # the last row alone is read
-        grad = torch.cat([torch.full_like(grad_sigma, torch.nan), grad_mean[:, None]], 1)
+        grad = torch.cat(
+            [torch.full_like(grad_sigma, torch.nan), grad_mean[:, None]], 1
+        )
         apply_backward(
-            self.x, mean, sigma, dy, self.weight, whitening, grad_sigma, grad, largest, out
+            self.x,
+            mean,
+            sigma,
+            dy,
+            self.weight,
+            whitening,
+            grad_sigma,
+            grad,
+            largest,
+            out,
         )
 
 
@@ -226,7 +247,9 @@ def cases():
     rows += [(shape, groups, FP32, True) for shape, groups in CHANNELS_LAST]
     rows += [(*SHAPES[i], dtype, False) for dtype in (FP16, BF16) for i in (0, 1)]
     rows += [(*CHANNELS_LAST[1], dtype, True) for dtype in (FP16, BF16)]
-    return pytest.mark.parametrize(("shape", "groups", "dtype", "channels_last"), rows, ids=str)
+    return pytest.mark.parametrize(
+        ("shape", "groups", "dtype", "channels_last"), rows, ids=str
+    )
 
 
 # ---------------------------------------------------------------------------------------- statistics
@@ -281,7 +304,9 @@ def check_float32_of_any_magnitude(scale):
     dy = sample.dy / scales
     eps = 1e-5 * scale**2
 
-    y, mean, sigma = triton_kernels.forward(x, sample.weight, sample.bias, 16, 5, eps, False)
+    y, mean, sigma = triton_kernels.forward(
+        x, sample.weight, sample.bias, 16, 5, eps, False
+    )
     gradients = triton_kernels.backward(dy, None, x, mean, sigma, sample.weight, 5)
 
     expected = papers_layer(sample, x, dy, Setting(16, eps=eps))
@@ -317,7 +342,11 @@ def check_statistics_with_a_large_mean(outlier):
 
 def check_statistics_of_constant_rows():
     value = torch.linspace(-3, 7, 16, device=DEVICE)  # not exact in any sum
-    x = value.repeat_interleave(3)[None, :, None, None].expand(2, 48, 13, 17).contiguous()
+    x = (
+        value.repeat_interleave(3)[None, :, None, None]
+        .expand(2, 48, 13, 17)
+        .contiguous()
+    )
 
     mean, covariance = statistics(x, 16)
 
@@ -388,7 +417,9 @@ def check_newton_of_nothing_and_of_nan():
 
 
 @cases()
-@pytest.mark.parametrize(("affine", "relu"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("affine", "relu"), [(True, False), (False, False), (True, True)]
+)
 def check_apply(shape, groups, dtype, channels_last, affine, relu):
     sample = Sample(shape, groups, dtype, channels_last, affine)
     y = torch.empty_like(sample.x)
@@ -403,7 +434,9 @@ def check_apply(shape, groups, dtype, channels_last, affine, relu):
 
 
 @cases()
-@pytest.mark.parametrize(("affine", "relu"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("affine", "relu"), [(True, False), (False, False), (True, True)]
+)
 def check_grad_products_and_the_parameters_gradients(
     shape, groups, dtype, channels_last, affine, relu
 ):
@@ -446,7 +479,9 @@ def check_grad_products_and_the_parameters_gradients(
 
 
 @cases()
-@pytest.mark.parametrize(("affine", "in_place"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("affine", "in_place"), [(True, False), (False, False), (True, True)]
+)
 def check_apply_backward(shape, groups, dtype, channels_last, affine, in_place):
     sample = Sample(shape, groups, dtype, channels_last, affine)
     dx = sample.dy.clone()
@@ -562,13 +597,22 @@ def check_the_whole_layer_follows_the_papers(shape, groups, channels_last, relu)
     solution = triton_kernels.solution_for(x, groups, setting.iters)
 
     y, mean, sigma = triton_kernels.forward(
-        x, sample.weight, sample.bias, groups, setting.iters, setting.eps, relu, solution
+        x,
+        sample.weight,
+        sample.bias,
+        groups,
+        setting.iters,
+        setting.eps,
+        relu,
+        solution,
     )
     saved = y if relu else None, x, mean, sigma, sample.weight, setting.iters
     gradients = triton_kernels.backward(sample.dy, *saved, solution)
 
     if INTERPRETED:
-        assert all(map(torch.equal, gradients, triton_kernels.backward(sample.dy, *saved)))
+        assert all(
+            map(torch.equal, gradients, triton_kernels.backward(sample.dy, *saved))
+        )
     expected = papers_layer(sample, x, sample.dy, setting, relu)
     assert_relatively_close((y, *gradients), expected, 2e-5)
 
@@ -599,11 +643,11 @@ def run(arguments, **environment):
     assert re.search(r"\d+ passed", done.stdout), done.stdout
 
 
-needs_triton = pytest.mark.skipif(triton is None, reason="Triton 3.3 or newer is not installed")
-#: a few seconds of checks: every kernel, both memory formats, a fused ReLU
-SAMPLE = (
-    "newton_of_nothing or constant_rows or mixed_memory_formats or (whole_layer and 9 and relu)"
+needs_triton = pytest.mark.skipif(
+    triton is None, reason="Triton 3.3 or newer is not installed"
 )
+#: a few seconds of checks: every kernel, both memory formats, a fused ReLU
+SAMPLE = "newton_of_nothing or constant_rows or mixed_memory_formats or (whole_layer and 9 and relu)"
 
 
 @needs_triton
@@ -663,7 +707,11 @@ def test_without_triton_or_a_gpu_nothing_is_supported():
         ((12, 1), (3, 5), False),  # there Triton 3.5 aborts the process
         ((12, 1), (3, 6), True),
         ((11, 0), (3, 6), False),
-        ((10, 0), (3, 6), False),  # there Triton 3.6 compiles a race: triton-lang/triton#9871
+        (
+            (10, 0),
+            (3, 6),
+            False,
+        ),  # there Triton 3.6 compiles a race: triton-lang/triton#9871
         ((10, 0), (3, 7), True),
         ((10, 3), (3, 8), False),  # still wrong in 3.7: triton-lang/triton#10590
     ],
@@ -725,7 +773,9 @@ def compile_for(monkeypatch, tmp_path_factory):
         compiler_tool("ptxas"), compiler_tool("cuobjdump")
     except MissingPackageError as error:
         pytest.skip(str(error))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+    monkeypatch.setenv(
+        "TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton")
+    )
 
     def compile_for(capability, x, groups, relu, only=""):
         monkeypatch.setattr(support, "is_hopper", lambda x: capability == 90)
@@ -755,7 +805,9 @@ KERNELS = [
 
 def test_a_kernel_compiles_without_a_gpu(compile_for):
     """The small sample of the tests below."""
-    x = torch.empty((16, 256, 50, 84), device="meta").to(memory_format=torch.channels_last)
+    x = torch.empty((16, 256, 50, 84), device="meta").to(
+        memory_format=torch.channels_last
+    )
 
     (kernel,) = compile_for(90, x, 64, True, only="moments")
 
@@ -793,12 +845,16 @@ def test_kernels_keep_to_registers_and_shared_memory(
 
     for kernel in kernels:
         assert kernel.registers > 16, f"{kernel.kernel} was optimized away"
-        assert kernel.shared <= shared * 1024, f"{kernel.kernel} takes {kernel.shared} bytes"
+        assert kernel.shared <= shared * 1024, (
+            f"{kernel.kernel} takes {kernel.shared} bytes"
+        )
     if hopper:
         assert [kernel.kernel for kernel in kernels] == names_of_layer(shape, groups)
         for kernel in kernels:
             spilled = 512 if kernel.kernel == TANGENTS else 0
-            assert kernel.stack <= spilled, f"{kernel.kernel} spills {kernel.stack} bytes"
+            assert kernel.stack <= spilled, (
+                f"{kernel.kernel} spills {kernel.stack} bytes"
+            )
     if hopper and memory_format is LAST:
         launches = layer_launches(x, groups, relu=relu)
         for kernel, launch in zip(kernels, launches, strict=True):

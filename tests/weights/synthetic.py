@@ -31,7 +31,12 @@ BLOCK_NORMS: dict[str, tuple[str, ...]] = {
 
 
 def make_network(
-    name: str, positions: str = "", *, norm: str = "BN", classes: int = 10, seed: int = 0
+    name: str,
+    positions: str = "",
+    *,
+    norm: str = "BN",
+    classes: int = 10,
+    seed: int = 0,
 ) -> nn.Module:
     """Build torchvision's ResNet with GW at positions and random values, in evaluation mode."""
     block, blocks, options = NETWORKS[name]
@@ -76,7 +81,9 @@ def _fill(key: str, value: Tensor, generator: torch.Generator) -> None:
 def authors_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of the authors' layer: scale and shift of GW are (1, C, 1, 1)."""
     whitened = {
-        name for name, module in model.named_modules() if isinstance(module, GroupWhitening2d)
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, GroupWhitening2d)
     }
     return {
         key: value.detach().reshape(1, -1, 1, 1)

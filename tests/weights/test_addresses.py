@@ -74,7 +74,12 @@ def test_an_address_cannot_leave_the_cache(host, tmp_path, scheme, path):
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_a_link_in_the_cache_is_not_followed(host, tmp_path, kind):
     folder = (
-        tmp_path / "a" / "b" / "cache" / "urls" / host.removeprefix("http://").replace(":", "_")
+        tmp_path
+        / "a"
+        / "b"
+        / "cache"
+        / "urls"
+        / host.removeprefix("http://").replace(":", "_")
     )
     folder.mkdir(parents=True)
     target = tmp_path if kind == "folder" else tmp_path / "x.pth"
@@ -87,7 +92,9 @@ def test_a_link_in_the_cache_is_not_followed(host, tmp_path, kind):
 
 
 def test_a_host_cannot_replace_the_files_of_another(host, tmp_path):
-    path = PathManager.get_local_path(f"{host}/detectron2/ImageNetPretrained/MSRA/R-50.pkl")
+    path = PathManager.get_local_path(
+        f"{host}/detectron2/ImageNetPretrained/MSRA/R-50.pkl"
+    )
     cache = tmp_path / "a" / "b" / "cache"
     assert path.startswith(str(cache / "urls" / "127.0.0.1_"))
     assert not (cache / "detectron2").exists()

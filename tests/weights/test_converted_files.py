@@ -63,18 +63,26 @@ def test_stock_detectron2_loads_it_with_the_written_config(
 
     assert cfg.INPUT.FORMAT == "RGB"
     assert cfg.MODEL.PIXEL_STD == [58.395, 57.12, 57.375]
-    assert not load_checkpoint(build_model(cfg), open_checkpoint(cfg.MODEL.WEIGHTS)).missing
+    assert not load_checkpoint(
+        build_model(cfg), open_checkpoint(cfg.MODEL.WEIGHTS)
+    ).missing
     state = model.backbone.bottom_up.state_dict()
     expected = convert(r18, norm="GW").tensors
     assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
 def test_invalid_weights_write_nothing(r18, tmp_path):
-    torch.save({**r18, "conv1.weight": r18["conv1.weight"] / 0}, tmp_path / "broken.pth")
+    torch.save(
+        {**r18, "conv1.weight": r18["conv1.weight"] / 0}, tmp_path / "broken.pth"
+    )
     (tmp_path / "a.pkl").write_text("precious")
 
-    with pytest.raises(WeightsFileError, match="(?s)broken.pth'.*infinite: conv1.weight"):
-        convert_file(tmp_path / "broken.pth", tmp_path / "a.pkl", norm="GW", overwrite=True)
+    with pytest.raises(
+        WeightsFileError, match="(?s)broken.pth'.*infinite: conv1.weight"
+    ):
+        convert_file(
+            tmp_path / "broken.pth", tmp_path / "a.pkl", norm="GW", overwrite=True
+        )
 
     assert (tmp_path / "a.pkl").read_text() == "precious"
     assert {path.name for path in tmp_path.iterdir()} == {"a.pkl", "broken.pth"}
@@ -128,7 +136,9 @@ def test_a_record_must_fit_the_tensors(converted, tmp_path):
 def test_the_preprocessing_is_recorded(tmp_path):
     tensors = convert(make_network("R-18").state_dict()).tensors
     torch.save({"model": tensors}, tmp_path / "a.pth")
-    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", preprocessing="detectron2-msra")
+    convert_file(
+        tmp_path / "a.pth", tmp_path / "a.pkl", preprocessing="detectron2-msra"
+    )
 
     recorded = load_weights(tmp_path / "a.pkl").preprocessing
 
@@ -139,7 +149,15 @@ def test_the_preprocessing_is_recorded(tmp_path):
 
 @pytest.mark.parametrize("preprocessing", ["detectron2-msra", "torchvision"])
 def test_the_command(r18_file, tmp_path, capsys, preprocessing):
-    words = ["convert", "--preprocessing", preprocessing, str(r18_file), f"{tmp_path}/a.pkl"]
+    words = [
+        "convert",
+        "--preprocessing",
+        preprocessing,
+        str(r18_file),
+        f"{tmp_path}/a.pkl",
+    ]
     weights_command.main(weights_command.get_parser().parse_args(words))
     assert "82 tensors of R-18 with BN, GW:groups=64" in capsys.readouterr().out
-    assert load_weights(tmp_path / "a.pkl").preprocessing == PREPROCESSING[preprocessing]
+    assert (
+        load_weights(tmp_path / "a.pkl").preprocessing == PREPROCESSING[preprocessing]
+    )

@@ -40,7 +40,9 @@ def test_features_and_round_trip_of_published_architectures(name, positions):
     assert feature_error(model, conversion) < TOLERANCE
 
     back = to_torchvision(conversion.tensors)
-    kept = {key for key in source if not key.startswith("fc.") and "num_batches" not in key}
+    kept = {
+        key for key in source if not key.startswith("fc.") and "num_batches" not in key
+    }
     assert back.keys() == kept
     for key in kept:  # (C,), (1, C, 1, 1)
         assert torch.equal(back[key].view_as(source[key]), source[key])
@@ -89,7 +91,8 @@ def test_the_oracle_reveals_a_wrong_norm_and_a_wrong_tensor():
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda s: s, lambda s: {"model": s}, lambda s: {"state_dict": {"model": s}}]
+    "wrap",
+    [lambda s: s, lambda s: {"model": s}, lambda s: {"state_dict": {"model": s}}],
 )
 @pytest.mark.parametrize(
     "prefix", ["", "module.", "module._orig_mod.", "_orig_mod.module.module."]
@@ -141,20 +144,32 @@ def _with(name, change):
     [
         (_without("layer2.0.conv2.weight"), "1 missing: layer2.0.conv2.weight"),
         (_without("layer4.0.bn2.running_var"), "1 missing: layer4.0.bn2.running_var"),
-        (_with("layer1.0.se.weight", lambda _: torch.ones(3)), "1 unexpected: layer1.0.se"),
         (
-            lambda state: {**_without("conv1.weight")(state), "bn1.bias": torch.ones(2)},
+            _with("layer1.0.se.weight", lambda _: torch.ones(3)),
+            "1 unexpected: layer1.0.se",
+        ),
+        (
+            lambda state: {
+                **_without("conv1.weight")(state),
+                "bn1.bias": torch.ones(2),
+            },
             "(?s)missing: conv1.*bn1.bias",
         ),
         (
             _with("conv1.weight", lambda w: w[:, :1]),
             r"shape \(64, 1, 7, 7\), expected \(64, 3, 7, 7\): conv1.weight",
         ),
-        (_with("layer1.0.bn2.weight", lambda w: w.view(1, -1, 1, 1)), "shape .*layer1.0.bn2"),
+        (
+            _with("layer1.0.bn2.weight", lambda w: w.view(1, -1, 1, 1)),
+            "shape .*layer1.0.bn2",
+        ),
         (_with("bn1.weight", lambda w: w.view(-1, 1, 1, 1)), "shape .*bn1.weight"),
         (_with("conv1.weight", lambda w: w.int()), "type.*conv1.weight"),
         (_with("conv1.weight", lambda w: w.to_sparse()), "conv1.weight"),
-        (_with("conv1.weight", lambda w: w * float("nan")), "NaN or infinite: conv1.weight"),
+        (
+            _with("conv1.weight", lambda w: w * float("nan")),
+            "NaN or infinite: conv1.weight",
+        ),
         (_with("conv1.weight", lambda w: w.numpy()), "conv1.weight"),
         (
             _with("layer1.0.bn2.running_var", lambda v: -v),
@@ -249,7 +264,10 @@ def test_standardized_weights_are_refused(r18):
 @pytest.mark.parametrize("position", ["S1-B1", "S1-B2", "S1-B3"])
 @pytest.mark.parametrize(
     "norm_layer",
-    [functools.partial(nn.GroupNorm, 32), functools.partial(nn.InstanceNorm2d, affine=True)],
+    [
+        functools.partial(nn.GroupNorm, 32),
+        functools.partial(nn.InstanceNorm2d, affine=True),
+    ],
 )
 def test_norms_without_statistics_at_positions_must_be_stated(norm_layer, position):
     model = make_network("R-50")
@@ -262,16 +280,25 @@ def test_norms_without_statistics_at_positions_must_be_stated(norm_layer, positi
         for key, value in model.state_dict().items()
     }
 
-    with pytest.raises(UnknownNormError, match=r"17 of 53 .*\(bn1, .*--norm GW .*--norm GN"):
+    with pytest.raises(
+        UnknownNormError, match=r"17 of 53 .*\(bn1, .*--norm GW .*--norm GN"
+    ):
         convert(state)
-    assert convert(state, norm="GN").positions == ("BN", "GN:groups=32,eps=1e-05", position)
+    assert convert(state, norm="GN").positions == (
+        "BN",
+        "GN:groups=32,eps=1e-05",
+        position,
+    )
 
 
 @pytest.mark.parametrize(
     ("norm", "message"),
     [
         (None, "Cannot tell GN from GW"),
-        ("GN", "shape.*bn1.weight"),  # scale and shift are the authors' whitening layer's
+        (
+            "GN",
+            "shape.*bn1.weight",
+        ),  # scale and shift are the authors' whitening layer's
         ("BN", "missing: bn1.running_mean"),
         ("BW", "shape.*bn1.weight|missing: bn1.running"),
         ("", "names no norm"),

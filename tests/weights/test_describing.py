@@ -24,7 +24,11 @@ from ..tiny_run import arguments, config_of
 def run(small_dataset, tmp_path_factory):
     """The output folder of a run that starts from a checkpoint and is resumed once."""
     folder = tmp_path_factory.mktemp("run")
-    starts = (("a", "", False), ("b", folder / "a" / "model.pth", False), ("b", "", True))
+    starts = (
+        ("a", "", False),
+        ("b", folder / "a" / "model.pth", False),
+        ("b", "", True),
+    )
     for name, weights, resume in starts:
         trainer = Trainer(config_of(arguments(folder / name, MODEL__WEIGHTS=weights)))
         trainer.resume_or_load(resume=resume)
@@ -57,7 +61,9 @@ def test_the_command_prints_text_and_a_config(run, capsys, monkeypatch, tmp_path
     path = str(run / "b" / "model.pth")
 
     def printed(*flags):
-        monkeypatch.setattr(sys, "argv", ["gw-detectron", "weights", "describe", path, *flags])
+        monkeypatch.setattr(
+            sys, "argv", ["gw-detectron", "weights", "describe", path, *flags]
+        )
         commands.main()
         return capsys.readouterr().out
 

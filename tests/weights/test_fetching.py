@@ -112,7 +112,11 @@ def test_without_the_file(server, r18_file, cache, monkeypatch, address):
     monkeypatch.setenv("GW_DETECTRON_MIRROR", base)
     with pytest.raises(FileAccessError) as caught:
         local_weights(NAME)
-    for part in (f"{base.rstrip('/')}/{FILE}", str(cache / FILE), "GW_DETECTRON_WEIGHTS"):
+    for part in (
+        f"{base.rstrip('/')}/{FILE}",
+        str(cache / FILE),
+        "GW_DETECTRON_WEIGHTS",
+    ):
         assert part in str(caught.value)
 
     cache.mkdir(parents=True, exist_ok=True)
@@ -126,7 +130,9 @@ def test_a_local_folder_comes_first_and_its_file_stays_the_same(
     folder = tmp_path / "mine"
     monkeypatch.setattr(gdown, "download", None)
     monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(folder))
-    with pytest.raises(MissingFileError, match=f"{FILE}.*https://drive.google.com/uc.id="):
+    with pytest.raises(
+        MissingFileError, match=f"{FILE}.*https://drive.google.com/uc.id="
+    ):
         local_weights(NAME)
 
     folder.mkdir()
@@ -147,7 +153,9 @@ def test_the_mixture_with_gn_is_converted_as_gn(recorded, tmp_path, monkeypatch)
     """Its tensors are those of GW with a scale of (C,)."""
     published = CATALOG["imagenet/R-50-GN64"]
     state = make_network("R-50", "S1-B2").state_dict()
-    torch.save(training_checkpoint(state) if recorded else state, tmp_path / published.file)
+    torch.save(
+        training_checkpoint(state) if recorded else state, tmp_path / published.file
+    )
     monkeypatch.setattr(fetching, "CATALOG", {NAME: published})
     monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(tmp_path))
 

@@ -63,7 +63,9 @@ def _copied(model):
 
 
 def _assert_unchanged(model, before):
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in model.state_dict().items()
+    )
 
 
 WHOLE = "backbone: 82/82 tensors; FPN and heads are randomly initialized, as expected"
@@ -91,7 +93,9 @@ def test_a_whole_detector_and_one_of_other_classes(model, tmp_path):
 
 def test_a_detector_without_fpn(r18, detector_cfg, tmp_path):
     detector_cfg.MODEL.BACKBONE.NAME = "build_gw_resnet_backbone"
-    detector_cfg.MODEL.RPN.IN_FEATURES = detector_cfg.MODEL.ROI_HEADS.IN_FEATURES = ["res4"]
+    detector_cfg.MODEL.RPN.IN_FEATURES = detector_cfg.MODEL.ROI_HEADS.IN_FEATURES = [
+        "res4"
+    ]
     detector_cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[32]]
     report = _load(build_model(detector_cfg), _converted(r18), tmp_path)
     assert report.startswith("backbone: 82/82 tensors")
@@ -106,7 +110,9 @@ def test_a_detector_without_fpn(r18, detector_cfg, tmp_path):
         ("stem.conv1.norm.weight", {"stem.conv1.norm.weight": torch.ones(1, 64, 1, 1)}),
     ],
 )
-def test_a_missing_tensor_is_an_error_unless_allowed(model, r18, tmp_path, name, replacement):
+def test_a_missing_tensor_is_an_error_unless_allowed(
+    model, r18, tmp_path, name, replacement
+):
     content = _converted(r18)
     del content["model"][name]
     content["model"] |= replacement
@@ -135,11 +141,15 @@ def test_weights_of_other_layers(model, r18, detector_cfg, tmp_path):
 
 def test_names_of_tensors_prove_norms_without_a_record(model, tmp_path):
     bn = _converted(make_network("R-18").state_dict(), norm=None)
-    with pytest.raises(WeightsError, match=r"9 layers differ \(.*stem\.conv1\.norm BN in the"):
+    with pytest.raises(
+        WeightsError, match=r"9 layers differ \(.*stem\.conv1\.norm BN in the"
+    ):
         _load(model, bn, tmp_path)
 
     caffe2 = {"conv1_gn_s": torch.ones(64), "conv1_gn_b": torch.zeros(64)}
-    with pytest.raises(WeightsError, match="20 layers differ .*norm GN in the checkpoint, GW"):
+    with pytest.raises(
+        WeightsError, match="20 layers differ .*norm GN in the checkpoint, GW"
+    ):
         _load(model, caffe2, tmp_path)
     _load(model, caffe2, tmp_path, allow_partial=True)
 
@@ -149,12 +159,16 @@ def test_weights_without_batch_norm_where_the_model_has_it(
     detector_cfg, tmp_path, caplog, kind, positions
 ):
     """FrozenBN would fill in the statistics."""
-    state = make_network("R-18", positions, norm="GN" if kind == "GN" else "BN").state_dict()
+    state = make_network(
+        "R-18", positions, norm="GN" if kind == "GN" else "BN"
+    ).state_dict()
     checkpoint = _convert_to(tmp_path / "a.pkl", state, kind)
     detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
     model = build_model(detector_cfg)
 
-    with pytest.raises(WeightsError, match=rf"20 layers differ \(.*{kind}.*, FrozenBN here"):
+    with pytest.raises(
+        WeightsError, match=rf"20 layers differ \(.*{kind}.*, FrozenBN here"
+    ):
         load_checkpoint(model, checkpoint)
     report = load_checkpoint(model, checkpoint, allow_partial=True)
     assert "20 layers differ" in caplog.text
@@ -164,13 +178,17 @@ def test_weights_without_batch_norm_where_the_model_has_it(
 def test_a_run_with_other_options_is_refused(r18_file, tmp_path, detector_cfg, caplog):
     convert_file(r18_file, tmp_path / "a.pkl")
     weights = open_checkpoint(tmp_path / "a.pkl")
-    detector_cfg.MODEL.RESNETS.WHITEN_NORM = "GW:eps=1e-3"  # may be changed for fine-tuning
+    detector_cfg.MODEL.RESNETS.WHITEN_NORM = (
+        "GW:eps=1e-3"  # may be changed for fine-tuning
+    )
     load_checkpoint(build_model(detector_cfg), weights)
     assert "records no norms" not in caplog.text
 
     detector_cfg.MODEL.RESNETS.WHITEN_NORM = "GW:groups=32"
     model = build_model(detector_cfg)
-    with pytest.raises(WeightsError, match=r"9 layers differ \(.*stem.conv1.norm GW:groups=64"):
+    with pytest.raises(
+        WeightsError, match=r"9 layers differ \(.*stem.conv1.norm GW:groups=64"
+    ):
         load_checkpoint(model, weights)
     load_checkpoint(model, weights, allow_partial=True)
 
@@ -192,11 +210,15 @@ def test_statistics_in_the_fpn_prove_batch_norm(detector_cfg, tmp_path):
     detector_cfg.MODEL.FPN.NORM = "BN"
     state = build_model(detector_cfg).state_dict()
     detector_cfg.MODEL.FPN.NORM = "GW:groups=4"
-    with pytest.raises(WeightsError, match=r"8 layers differ \(backbone.fpn_\w+.norm BN"):
+    with pytest.raises(
+        WeightsError, match=r"8 layers differ \(backbone.fpn_\w+.norm BN"
+    ):
         _load(build_model(detector_cfg), {"model": state}, tmp_path)
 
 
-def test_converted_weights_may_belong_to_standardized_convolutions(detector_cfg, tmp_path):
+def test_converted_weights_may_belong_to_standardized_convolutions(
+    detector_cfg, tmp_path
+):
     """Such as R-50-GN-WS: the file has the raw values."""
     state = make_network("R-18", norm="GN").state_dict()
     checkpoint = _convert_to(tmp_path / "a.pkl", state, "GN")
@@ -218,12 +240,18 @@ def test_no_weights(model):
 
 def _caffe2_name(name):
     """Name a tensor of Detectron2's ResNet-18 as Caffe2 does."""
-    name = name.replace("stem.conv1.norm", "res_conv1_bn").replace("stem.conv1", "conv1")
+    name = name.replace("stem.conv1.norm", "res_conv1_bn").replace(
+        "stem.conv1", "conv1"
+    )
     name = name.replace(".norm", "_bn")
     branches = {"conv1": "branch2a", "conv2": "branch2b", "shortcut": "branch1"}
     for layer, branch in branches.items():
         name = re.sub(rf"(res\d)\.(\d)\.{layer}", rf"\1_\2_{branch}", name)
-    return name.replace("bn.weight", "bn_s").replace(".weight", "_w").replace(".bias", "_b")
+    return (
+        name.replace("bn.weight", "bn_s")
+        .replace(".weight", "_w")
+        .replace(".bias", "_b")
+    )
 
 
 def test_detectron2s_own_imagenet_weights_load_whole(detector_cfg, tmp_path):
@@ -243,7 +271,9 @@ def test_detectron2s_own_imagenet_weights_load_whole(detector_cfg, tmp_path):
 
     assert not report.missing
     assert not report.unexpected
-    assert str(report).startswith("backbone: 60/100 tensors; 20 FrozenBN without statistics")
+    assert str(report).startswith(
+        "backbone: 60/100 tensors; 20 FrozenBN without statistics"
+    )
     ours, theirs = model.backbone.bottom_up, other.backbone.bottom_up
     assert torch.equal(theirs.res5[1].conv2.weight, ours.res5[1].conv2.weight)
 
@@ -252,7 +282,9 @@ def test_only_caffe2s_files_may_lack_statistics(detector_cfg, tmp_path):
     detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
     model = build_model(detector_cfg)
     state = {
-        name: value for name, value in model.state_dict().items() if ".running" not in name
+        name: value
+        for name, value in model.state_dict().items()
+        if ".running" not in name
     }
     with pytest.raises(WeightsError, match="(?s)60/100.*running_mean"):
         _load(model, {"model": state}, tmp_path)
@@ -261,14 +293,18 @@ def test_only_caffe2s_files_may_lack_statistics(detector_cfg, tmp_path):
 def _detectron2_file(kind, source, path):
     """Write a detector's state in a format that Detectron2 reads."""
     prefix = "backbone.bottom_up."
-    body = {name.removeprefix(prefix): source[name] for name in source if prefix in name}
+    body = {
+        name.removeprefix(prefix): source[name] for name in source if prefix in name
+    }
     arrays = {
         "conv1_w": body["stem.conv1.weight"].numpy(),
         "res_conv1_bn_s": body["stem.conv1.norm.weight"].numpy(),
     }
     contents = {
         "detectron2": {"model": source, "iteration": 3},
-        "module.": {"model": OrderedDict((f"module.{name}", source[name]) for name in source)},
+        "module.": {
+            "model": OrderedDict((f"module.{name}", source[name]) for name in source)
+        },
         "matching": {"model": body, "matching_heuristics": True},
         "flat": source,
         # an ImageNet model of Detectron, and a detector
@@ -309,21 +345,29 @@ def with_value(bad):
     ("names", "change", "problem"),
     [
         *(
-            (["stem.conv1.norm.bias", "res2.0.conv1.weight"], with_value(bad), "infinite")
+            (
+                ["stem.conv1.norm.bias", "res2.0.conv1.weight"],
+                with_value(bad),
+                "infinite",
+            )
             for bad in NOT_FINITE
         ),
         (["res2.0.conv2.norm.running_var"], lambda value: -value, "negative"),
         (["res2.0.conv1.weight"], lambda value: value.to(torch.int8), "type"),
     ],
 )
-def test_values_and_types_that_conversion_refuses(model, r18, tmp_path, names, change, problem):
+def test_values_and_types_that_conversion_refuses(
+    model, r18, tmp_path, names, change, problem
+):
     content = _converted(r18)
     for name in names:
         content["model"][name] = change(content["model"][name])
     before = _copied(model)
 
     for allow_partial in (False, True):
-        with pytest.raises(WeightsError, match=rf"{len(names)} .*{problem}.*{names[-1]}"):
+        with pytest.raises(
+            WeightsError, match=rf"{len(names)} .*{problem}.*{names[-1]}"
+        ):
             _load(model, content, tmp_path, allow_partial=allow_partial)
     _assert_unchanged(model, before)
 
@@ -422,7 +466,9 @@ def test_other_norms_are_refused_where_names_fit_by_their_end(tmp_path):
     backbone = detector(whiten_norm="GW")["backbone"]
     GWDetectionCheckpointer(backbone, str(tmp_path)).save("model")
     path = f"{tmp_path}/model.pth?matching_heuristics=True"
-    with pytest.raises(WeightsError, match="backbone.stem.conv1.norm GW.*, GN:groups=64"):
+    with pytest.raises(
+        WeightsError, match="backbone.stem.conv1.norm GW.*, GN:groups=64"
+    ):
         GWDetectionCheckpointer(detector(whiten_norm="GN:groups=64")).load(path)
 
     same = detector(whiten_norm="GW")
@@ -431,14 +477,21 @@ def test_other_norms_are_refused_where_names_fit_by_their_end(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_a_record_is_found_under_the_names_of_a_parallel_model(tmp_path, caplog, prefix):
+def test_a_record_is_found_under_the_names_of_a_parallel_model(
+    tmp_path, caplog, prefix
+):
     model = detector(whiten_norm="GN:groups=64")
     record = NormRecorder(nn.DataParallel(model)).state_dict()
     assert record == NormRecorder(model).state_dict()
     state = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
-    content = {"model": state, "norms": {f"module.{name}": record[name] for name in record}}
+    content = {
+        "model": state,
+        "norms": {f"module.{name}": record[name] for name in record},
+    }
 
-    with pytest.raises(WeightsError, match="9 layers differ .*conv1.norm GN:groups=64.*, GW"):
+    with pytest.raises(
+        WeightsError, match="9 layers differ .*conv1.norm GN:groups=64.*, GW"
+    ):
         _load(detector(whiten_norm="GW"), content, tmp_path)
     _load(detector(whiten_norm="GN:groups=64"), content, tmp_path)
     assert "records no norms" not in caplog.text

@@ -31,9 +31,13 @@ def write(kind, tensors, path):
         save_file(tensors, path)
     elif kind == "pickle":
         arrays = {name: value.numpy() for name, value in tensors.items()}
-        path.write_bytes(pickle.dumps({"model": arrays, "__author__": "somebody"}, protocol=2))
+        path.write_bytes(
+            pickle.dumps({"model": arrays, "__author__": "somebody"}, protocol=2)
+        )
     else:
-        torch.save({"model": tensors}, path, _use_new_zipfile_serialization=kind == "archive")
+        torch.save(
+            {"model": tensors}, path, _use_new_zipfile_serialization=kind == "archive"
+        )
     return path
 
 
@@ -61,9 +65,13 @@ def test_reads_every_kind_whatever_the_name(kind, name, tmp_path):
         assert torch.equal(tensors[key], expected)
 
 
-@pytest.mark.parametrize("core", [b"numpy._core.multiarray\n", b"numpy.core.multiarray\n"])
+@pytest.mark.parametrize(
+    "core", [b"numpy._core.multiarray\n", b"numpy.core.multiarray\n"]
+)
 @pytest.mark.parametrize("new_format", [True, False])
-def test_reads_what_training_scripts_keep_beside_the_weights(tmp_path, new_format, core):
+def test_reads_what_training_scripts_keep_beside_the_weights(
+    tmp_path, new_format, core
+):
     path = tmp_path / "a.pth"
     saved = training_checkpoint(TENSORS)
     torch.save(saved, path, _use_new_zipfile_serialization=new_format)
@@ -104,7 +112,9 @@ def test_the_versions_of_modules_come_along(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_truncated_at_every_sixteenth(kind, tmp_path):
-    path = write(kind, {name: torch.ones(100, 10) for name in "abc"}, tmp_path / "weights")
+    path = write(
+        kind, {name: torch.ones(100, 10) for name in "abc"}, tmp_path / "weights"
+    )
     size = path.stat().st_size
     for part in range(15, -1, -1):
         os.truncate(path, size * part // 16)
@@ -136,7 +146,9 @@ class Evil:
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("kind", ["archive", "legacy", "pickle"])
 @pytest.mark.parametrize("place", ["value", "beside", "key"])
-def test_malicious_pickle_is_refused_and_not_run(kind, place, forced, tmp_path, monkeypatch):
+def test_malicious_pickle_is_refused_and_not_run(
+    kind, place, forced, tmp_path, monkeypatch
+):
     if forced:
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     evil = Evil(tmp_path / "pwned")

@@ -69,6 +69,8 @@ def check(tmp_path, coco):
         report = CheckReport()
         keeps = not (eval_only or overwrite)
         check_output(folder, start, report, resume=resume, keeps=keeps)
-        return check_run(cfg, start, report, eval_only=eval_only, allow_partial=allow_partial)
+        return check_run(
+            cfg, start, report, eval_only=eval_only, allow_partial=allow_partial
+        )
 
     return run

@@ -169,7 +169,9 @@ def _backward_of_pass(
     return dweight, dbias
 
 
-def _passes(groups: int, x: Tensor, *others: Tensor | None) -> Iterable[tuple[Any, ...]]:
+def _passes(
+    groups: int, x: Tensor, *others: Tensor | None
+) -> Iterable[tuple[Any, ...]]:
     """Split tensors into the samples of each pass."""
     step = samples_per_pass(x, groups)
     if step >= len(x):
@@ -309,7 +311,9 @@ def large_means(mean: Tensor, variances: Tensor) -> Tensor | None:
     ``variances`` is (N, g). The means are zero in samples where none must. None: in no sample.
     """
     slack = torch.addcmul(variances, mean, mean, value=-1 / _LARGEST_MEAN).sum(1)
-    if mean.is_cpu and slack.min().item() >= 0:  # elsewhere the host would wait for the device
+    if (
+        mean.is_cpu and slack.min().item() >= 0
+    ):  # elsewhere the host would wait for the device
         return None
     return mean.masked_fill(slack[:, None] >= 0, 0)
 

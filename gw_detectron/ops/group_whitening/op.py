@@ -42,7 +42,10 @@ ENVIRONMENT_SWITCH = "GW_DETECTRON_KERNELS"
 FORCEABLE = ("matmul", "reference")
 #: backend -> module of its ``forward`` and ``backward``
 _BACKENDS = {"matmul": matmul, "triton": triton}
-_FORWARD, _BACKWARD = "gw_detectron::group_whiten", "gw_detectron::group_whiten_backward"
+_FORWARD, _BACKWARD = (
+    "gw_detectron::group_whiten",
+    "gw_detectron::group_whiten_backward",
+)
 _logger = logging.getLogger("gw_detectron.layers")
 
 
@@ -161,7 +164,12 @@ def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> s
 
 @functools.cache
 def _log(
-    backend: str, device: str, dtype: torch.dtype, channels: int, groups: int, solver: str
+    backend: str,
+    device: str,
+    dtype: torch.dtype,
+    channels: int,
+    groups: int,
+    solver: str,
 ) -> None:
     _logger.debug(
         f"group whitening of {channels} channels in {groups} groups "
@@ -242,7 +250,9 @@ class GroupWhiten(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         x, _, _, groups, iters, *_, backend = inputs
-        solution = triton.solution_for(x, groups, iters) if backend == "triton" else None
+        solution = (
+            triton.solution_for(x, groups, iters) if backend == "triton" else None
+        )
         output = (
             _forward(*inputs)
             if solution is None
@@ -256,7 +266,9 @@ class GroupWhiten(torch.autograd.Function):
         if dy is None:  # the output is not used
             return (None,) * 8
 
-        if torch.is_grad_enabled() or is_batched(dy):  # create_graph=True, or vmap over dy
+        if torch.is_grad_enabled() or is_batched(
+            dy
+        ):  # create_graph=True, or vmap over dy
             dx, dweight, dbias = _differentiable_gradients(ctx, dy)
         else:
             dx, dweight, dbias = _closed_gradients(ctx, dy)
@@ -322,7 +334,9 @@ def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
         before_relu = group_whiten_reference(x, weight, bias, ctx.groups, solver)
 
         needed = {
-            i: tensor for i, tensor in enumerate((x, weight, bias)) if ctx.needs_input_grad[i]
+            i: tensor
+            for i, tensor in enumerate((x, weight, bias))
+            if ctx.needs_input_grad[i]
         }
         results = torch.autograd.grad(
             before_relu, list(needed.values()), dy, create_graph=create_graph
@@ -331,4 +345,6 @@ def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     return [gradients.get(i) for i in range(3)]
 
 
-torch.library.register_autograd(_FORWARD, GroupWhiten.backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    _FORWARD, GroupWhiten.backward, setup_context=_setup_context
+)

@@ -54,7 +54,9 @@ def group_whiten_reference(
         return apply_affine(x, weight, bias, relu).to(x.dtype)
 
     n, channels, *spatial = x.shape
-    columns = channels // groups * math.prod(spatial)  # not -1: a trace may meet an empty batch
+    columns = (
+        channels // groups * math.prod(spatial)
+    )  # not -1: a trace may meet an empty batch
     with autocast_off(x.device.type):
         # reshape, not view: channels_last input is not laid out group by group
         x_g = x.to(compute_dtype(x)).reshape(n, groups, columns)
@@ -69,7 +71,9 @@ def group_whiten_reference(
     return y.to(dtype=x.dtype, memory_format=memory_format_of(x))
 
 
-def apply_affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool) -> Tensor:
+def apply_affine(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool
+) -> Tensor:
     """Apply scale and shift, each (C,) or None, and perhaps a ReLU to (N, C, *spatial)."""
     spatial = [1] * (x.dim() - 2)
     if weight is not None:

@@ -154,7 +154,9 @@ def _beside_identity(sigma: Tensor) -> Tensor:
     return torch.cat((sigma, identity), -1)
 
 
-def _triangular_backward(grad: Tensor, w: Tensor, ratio: Tensor, original: Tensor) -> Tensor:
+def _triangular_backward(
+    grad: Tensor, w: Tensor, ratio: Tensor, original: Tensor
+) -> Tensor:
     r"""Return dL/dSigma by :math:`dW = -\Psi(W d\Sigma W^T) W`.
 
     Psi keeps the strictly lower triangle, its columns times the ratio, and half of the diagonal

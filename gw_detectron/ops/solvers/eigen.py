@@ -44,7 +44,11 @@ def zca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
 
 
 def zca_max_inverse_sqrt(
-    sigma: Tensor, threshold: float = 0.01, eps: float = 0.0, *, least: float | Tensor = 0.0
+    sigma: Tensor,
+    threshold: float = 0.01,
+    eps: float = 0.0,
+    *,
+    least: float | Tensor = 0.0,
 ) -> Tensor:
     r"""Raise small eigenvalues to a fraction of the largest, then whiten (ZCAM).
 
@@ -129,7 +133,9 @@ _Rule = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 def _eigh(sigma: Tensor, name: str, least: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return ascending eigenvalues of at least ``least``, and eigenvectors."""
-    symbolic = torch.compiler.is_compiling() or sigma.is_meta or needs_plain_operations()
+    symbolic = (
+        torch.compiler.is_compiling() or sigma.is_meta or needs_plain_operations()
+    )
     # eigh raises for NaN in matrices of some sizes only
     if not symbolic and not torch.isfinite(sigma).all():
         raise NonFiniteError(
@@ -152,7 +158,11 @@ def _floor(eigenvalues: Tensor, least: float | Tensor = 0.0) -> Tensor:
 
 
 def _spectral_forward(
-    sigma: Tensor, least: float | Tensor, name: str, rule: _Rule | None = None, eps: float = 0.0
+    sigma: Tensor,
+    least: float | Tensor,
+    name: str,
+    rule: _Rule | None = None,
+    eps: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """Return W, D, r and, with a rule, the eigenvalues, the mask of raised ones, threshold and slope."""
     eigenvalues, d = _eigh(sigma, name, least)
@@ -221,7 +231,9 @@ def _gaps(eigenvalues: Tensor) -> Tensor:
     return eigenvalues[..., :, None] - eigenvalues[..., None, :]
 
 
-def _pca_forward(sigma: Tensor, least: float | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _pca_forward(
+    sigma: Tensor, least: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return W, ascending eigenvalues, D and r; rows of W descend."""
     eigenvalues, d = _eigh(sigma, "pca", least)
     first = d[..., :1, :]

@@ -62,7 +62,9 @@ def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
     return p.reshape(sigma.shape) * root
 
 
-def newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
+def newton_backward(
+    sigma: Tensor, grad: Tensor, num_iters: int
+) -> tuple[Tensor, Tensor]:
     r"""Return the whitening matrices of (N, g, g) and the symmetric dL/dSigma.
 
     With :math:`t = \mathrm{tr}(\Sigma)`, :math:`W = P(S) / \sqrt t` and ``grad`` = dL/dW,

@@ -29,11 +29,15 @@ class _FirstOrder(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(sigma: Tensor, least: Any, solve: Any, pull_back: Any) -> tuple[Tensor, ...]:
+    def forward(
+        sigma: Tensor, least: Any, solve: Any, pull_back: Any
+    ) -> tuple[Tensor, ...]:
         return solve(sigma, least)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+    ) -> None:
         sigma, _, _, ctx.pull_back = inputs
         ctx.save_for_backward(sigma, *output)
         ctx.mark_non_differentiable(*output[1:])

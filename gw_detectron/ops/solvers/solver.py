@@ -140,7 +140,9 @@ def _inverse_std(sigma: Tensor) -> Tensor:
 #: name -> function of covariance matrices (..., g, g), which include eps, the options, and the least
 #: eigenvalue that this eps leaves, a number or (..., 1)
 SOLVERS: dict[str, Callable[[Tensor, Solver, float | Tensor], Tensor]] = {
-    "newton": lambda sigma, options, least: newton_inverse_sqrt(sigma, options.num_iters),
+    "newton": lambda sigma, options, least: newton_inverse_sqrt(
+        sigma, options.num_iters
+    ),
     "zca": lambda sigma, options, least: zca_inverse_sqrt(sigma, least=least),
     "zca_max": lambda sigma, options, least: zca_max_inverse_sqrt(
         sigma, options.threshold, options.eps, least=least

@@ -28,11 +28,15 @@ COMMANDS = {
     "train": Command("train", "train a detector from a config"),
     "eval": Command("train", "evaluate a trained detector", {"evaluation": True}),
     "predict": Command("predict", "find objects on images, folders and videos"),
-    "compare": Command("compare", "train with several norms, and say which one to take"),
+    "compare": Command(
+        "compare", "train with several norms, and say which one to take"
+    ),
     "report": Command("report", "write a page about a run: scores, curves, errors"),
     "export": Command("export", "write a detector or a backbone as pt2 or ONNX"),
     "weights": Command("weights", "convert and describe weight files"),
-    "list": Command("list", "list the configs, the norm names, or the norms of a model"),
+    "list": Command(
+        "list", "list the configs, the norm names, or the norms of a model"
+    ),
     "doctor": Command(
         "doctor", "check this installation and say what works", needs_detectron2=False
     ),
@@ -54,7 +58,10 @@ def main() -> None:
     elif name == "--version":
         print(f"gw-detectron {__version__}")
     elif name in COMMANDS:
-        sys.argv = [f"gw-detectron {name}", *words]  # argparse and messages name the command
+        sys.argv = [
+            f"gw-detectron {name}",
+            *words,
+        ]  # argparse and messages name the command
         run(name)
     else:
         error = f"Error: command ({name!r}): unknown. Fix: give one of these."

@@ -107,7 +107,11 @@ def get_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="set what the data decide, as in `gw-detectron train --auto`",
     )
-    add("--ignore-preflight", action="store_true", help="start even if the pre-run checks fail")
+    add(
+        "--ignore-preflight",
+        action="store_true",
+        help="start even if the pre-run checks fail",
+    )
 
     add_dataset_flags(parser)
     add(
@@ -140,7 +144,9 @@ def main(args: argparse.Namespace) -> None:
     }
     test = {name: path for name, path in test.items() if path is not None}
 
-    values = {one.name: given[one.name] for one in fields(Comparison) if one.name in given}
+    values = {
+        one.name: given[one.name] for one in fields(Comparison) if one.name in given
+    }
     try:
         numbers = compare(
             Comparison(**values, flags=flags, test=test), partial(print, flush=True)

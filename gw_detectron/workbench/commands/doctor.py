@@ -39,7 +39,10 @@ _PACKAGES = (
     "Pillow",
     "safetensors",
 )
-_TOLERANCES = {"cpu": 1e-4, "cuda": 1e-2}  # a GPU may multiply in tf32; values are about 1
+_TOLERANCES = {
+    "cpu": 1e-4,
+    "cuda": 1e-2,
+}  # a GPU may multiply in tf32; values are about 1
 _BROKEN = "BROKEN"  # installed and failing
 
 Row = tuple[str, str, str]
@@ -54,7 +57,9 @@ def main(args: argparse.Namespace) -> bool:
     """Print the installed versions and the parts that work; return False if one is broken."""
     rows = list(_checks())
     print(tabulate(_facts().items(), tablefmt="plain"), end="\n\n")
-    print(tabulate(rows, headers=["part", "works", "why"], maxcolwidths=[None, None, 80]))
+    print(
+        tabulate(rows, headers=["part", "works", "why"], maxcolwidths=[None, None, 80])
+    )
     return all(works != _BROKEN for _, works, _ in rows)
 
 
@@ -87,7 +92,11 @@ def _checks() -> Iterator[Row]:
         yield "Detectron2 components", "no", "see docs/install.md"
 
     compiled = has_compiled_operators()
-    yield "rotated boxes", "yes" if compiled else "no", "need Detectron2's compiled operators"
+    yield (
+        "rotated boxes",
+        "yes" if compiled else "no",
+        "need Detectron2's compiled operators",
+    )
     if not compiled:
         yield "fast COCO evaluation", *_packages("tools", "faster_coco_eval")
     yield "export to ONNX", *_packages("export", "onnx", "onnxscript", "onnxruntime")
@@ -97,19 +106,25 @@ def _checks() -> Iterator[Row]:
 
 def _layers(device: str) -> tuple[str, str]:
     """Compare the layer's backend with the reference, forward and backward."""
-    x = torch.randn(2, 64, 24, 20, generator=torch.Generator().manual_seed(0)).to(device)
+    x = torch.randn(2, 64, 24, 20, generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
     layer = GroupWhitening2d(64, num_groups=16).to(device)
     try:
         computed = _output_and_gradient(layer, x)
         with use_backend("reference"):
             expected = _output_and_gradient(layer, x)
-        torch.testing.assert_close(computed, expected, rtol=0.0, atol=_TOLERANCES[device])
+        torch.testing.assert_close(
+            computed, expected, rtol=0.0, atol=_TOLERANCES[device]
+        )
     except Exception as error:  # of any kind: a compiler, driver or library may not fit
         return _BROKEN, f"{type(error).__name__}: {error}"
     return "yes", f"as the reference, to {_TOLERANCES[device]:.0e}"
 
 
-def _output_and_gradient(layer: GroupWhitening2d, x: torch.Tensor) -> list[torch.Tensor]:
+def _output_and_gradient(
+    layer: GroupWhitening2d, x: torch.Tensor
+) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
     y = layer(x)
     loss = (y * torch.linspace(-1, 1, y.shape[-1], device=y.device)).sum()

@@ -79,7 +79,10 @@ def get_parser() -> argparse.ArgumentParser:
         help="the file normalizes its input, pixels of 0 to 255",
     )
     parser.add_argument(
-        "opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change"
+        "opts",
+        nargs=argparse.REMAINDER,
+        metavar="KEY VALUE",
+        help="config keys to change",
     )
     return parser
 
@@ -89,7 +92,9 @@ def main(args: argparse.Namespace) -> None:
         if getattr(args, name):
             flag = name.replace("_", "-")
             use = "without" if args.backbone else "with"
-            raise ConfigError(f"--{flag}: only works {use} --backbone. Fix: leave it out.")
+            raise ConfigError(
+                f"--{flag}: only works {use} --backbone. Fix: leave it out."
+            )
     check_folder(args.output)  # before minutes of work
 
     if args.run:

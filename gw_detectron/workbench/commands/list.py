@@ -26,7 +26,9 @@ def get_parser() -> argparse.ArgumentParser:
     )
     kinds = parser.add_subparsers(dest="kind", metavar="configs|norms", required=True)
 
-    configs = kinds.add_parser("configs", help="list the configs that contain all words")
+    configs = kinds.add_parser(
+        "configs", help="list the configs that contain all words"
+    )
     configs.add_argument(
         "words",
         nargs="*",

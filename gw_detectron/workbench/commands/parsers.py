@@ -21,7 +21,9 @@ class RunParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(usage="%(prog)s [RUN] [--help] [FLAGS] [KEY VALUE ...]", **options)
+        super().__init__(
+            usage="%(prog)s [RUN] [--help] [FLAGS] [KEY VALUE ...]", **options
+        )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)

@@ -28,7 +28,11 @@ def get_parser() -> argparse.ArgumentParser:
         help="folder to write; default: RUN/report, of several runs output/runs",
     )
     add("--images", type=int, metavar="N", help="images to draw; default: 4")
-    add("--score", type=float, help="lowest score of a drawn or counted box; default: 0.5")
+    add(
+        "--score",
+        type=float,
+        help="lowest score of a drawn or counted box; default: 0.5",
+    )
     return parser
 
 

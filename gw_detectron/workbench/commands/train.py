@@ -44,7 +44,10 @@ _DATASETS = {
     "train-images": ("DIR", "the folder that file_name in --train-json is relative to"),
     "val-json": ("FILE", "annotations to evaluate on"),
     "val-images": ("DIR", "the folder that file_name in --val-json is relative to"),
-    "dataset": ("NAME", "the datasets are named NAME_train and NAME_val (default: custom)"),
+    "dataset": (
+        "NAME",
+        "the datasets are named NAME_train and NAME_val (default: custom)",
+    ),
     "datasets": ("FILE", "a yaml with any number of datasets, in place of these flags"),
 }
 #: the names of these flags and of --val-fraction

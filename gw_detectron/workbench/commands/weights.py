@@ -52,7 +52,11 @@ def get_parser() -> argparse.ArgumentParser:
         actions, "describe", _describe, "Show what a checkpoint or weight file records"
     )
     add("file", metavar="FILE", help="checkpoint, weight file or run folder")
-    add("--config", action="store_true", help="print only the config of the run, a yaml file")
+    add(
+        "--config",
+        action="store_true",
+        help="print only the config of the run, a yaml file",
+    )
     return parser
 
 

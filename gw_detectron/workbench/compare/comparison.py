@@ -81,7 +81,9 @@ class Comparison:
     def folder(self) -> Path:
         return Path(self.output).absolute()
 
-    def request(self, folder: Path, keys: Mapping[str, Any], *, scored: bool) -> RunRequest:
+    def request(
+        self, folder: Path, keys: Mapping[str, Any], *, scored: bool
+    ) -> RunRequest:
         """Return a run in a folder: the keys come after the user's, except for periods."""
         images = self.test if scored else {}
         flags = {**self.flags, **images, "config_file": self.config_file}
@@ -206,7 +208,11 @@ def _check_norm(
 
 
 def _settings(
-    what: Comparison, cfg: CfgNode, rates: Sequence[float], processes: Processes, report: Report
+    what: Comparison,
+    cfg: CfgNode,
+    rates: Sequence[float],
+    processes: Processes,
+    report: Report,
 ) -> dict[str, Any]:
     """Return what the runs follow from: of the folder or, for a new comparison, measured."""
     asked = {
@@ -237,7 +243,9 @@ def _settings(
         plan = Plan(what.norms, rates, 1000, costs.times if what.equal_time else {})
         on_gpu = cfg.MODEL.DEVICE != "cpu"  # where runs side by side slow each other
         workers = (1 + what.jobs) / 2 if on_gpu else what.jobs
-        iterations, evaluations = affordable(plan, costs, what.minutes, what.seeds, workers)
+        iterations, evaluations = affordable(
+            plan, costs, what.minutes, what.seeds, workers
+        )
     settings = {
         **asked,
         "iterations": iterations,
@@ -257,7 +265,9 @@ def _hashes(what: Comparison, cfg: CfgNode) -> dict[str, str]:
     for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
         data = MetadataCatalog.get(name)
         files[name] = data.get("source", data.get("json_file", ""))
-    return {name: sha256_of(path) for name, path in files.items() if os.path.isfile(path)}
+    return {
+        name: sha256_of(path) for name, path in files.items() if os.path.isfile(path)
+    }
 
 
 def _measure(what: Comparison, processes: Processes, report: Report) -> Costs:
@@ -288,7 +298,9 @@ def _run_folder(what: Comparison, job: Job) -> Path:
 def _finished_runs(folder: Path) -> dict[Job, dict[str, Any]]:
     """Return the results of earlier calls, once no run of a killed one is left."""
     for run in folder.glob("runs/*/"):
-        with contextlib.closing(lock_output(str(run), wait=True)):  # it ends at its next step
+        with contextlib.closing(
+            lock_output(str(run), wait=True)
+        ):  # it ends at its next step
             pass
     results = {}
     for path in folder.glob(f"runs/*/{RESULT}"):
@@ -298,13 +310,19 @@ def _finished_runs(folder: Path) -> dict[Job, dict[str, Any]]:
 
 
 def _run_all(
-    what: Comparison, cfg: CfgNode, schedule: Schedule, processes: Processes, report: Report
+    what: Comparison,
+    cfg: CfgNode,
+    schedule: Schedule,
+    processes: Processes,
+    report: Report,
 ) -> None:
     """Run what is not finished, some at a time."""
     running: dict[Job, BaseProcess] = {}
     try:
         while True:
-            _write_results(what, schedule)  # also those that an interruption has left out
+            _write_results(
+                what, schedule
+            )  # also those that an interruption has left out
             free = what.jobs - len(running)
             for job in schedule.waiting(running)[:free]:
                 running[job] = _start(what, cfg, job, schedule.evaluations, processes)
@@ -312,7 +330,9 @@ def _run_all(
                 return
 
             connection.wait([process.sentinel for process in running.values()])
-            ended = [job for job, process in running.items() if process.exitcode is not None]
+            ended = [
+                job for job, process in running.items() if process.exitcode is not None
+            ]
             for job in ended:
                 _take_result(what, schedule, job, running.pop(job), report)
     finally:

@@ -40,7 +40,9 @@ def train(folder: Path, job: Job, request: RunRequest) -> dict[str, Any]:
     except NonFiniteError as error:
         diverged = first_line(error)
 
-    scores = {task: _percent(evaluated[task]) for task in COCO_TASKS if task in evaluated}
+    scores = {
+        task: _percent(evaluated[task]) for task in COCO_TASKS if task in evaluated
+    }
     lines = read_metrics(folder / METRICS)
     name = _score_name(scores, lines)
     task, _, score = name.partition("/")
@@ -78,7 +80,9 @@ def _score_name(scores: Mapping[str, Any], lines: list[dict[str, Any]]) -> str:
     return ap_name(main, names)
 
 
-def _curve(lines: list[dict[str, Any]], name: str, last: int) -> list[tuple[int, float]]:
+def _curve(
+    lines: list[dict[str, Any]], name: str, last: int
+) -> list[tuple[int, float]]:
     """Return a score by iteration.
 
     A run that is killed after its end is evaluated again, which is no further point.
@@ -104,12 +108,17 @@ def measure(folder: Path, requests: Mapping[str, RunRequest]) -> dict[str, Any]:
     times: dict[str, list[float]] = {norm: [] for norm in trainers}
     begin = time.perf_counter()
     for iteration in range(_WARM_UP + _ROUNDS):
-        if iteration >= _WARM_UP + _LEAST_ROUNDS and time.perf_counter() - begin > _LONGEST:
+        if (
+            iteration >= _WARM_UP + _LEAST_ROUNDS
+            and time.perf_counter() - begin > _LONGEST
+        ):
             break
         for norm, trainer in trainers.items():
             times[norm].append(_step_seconds(trainer, iteration))
 
-    medians = {norm: statistics.median(values[_WARM_UP:]) for norm, values in times.items()}
+    medians = {
+        norm: statistics.median(values[_WARM_UP:]) for norm, values in times.items()
+    }
     return Costs(medians, _evaluation_seconds(trainer), start)._asdict()
 
 
@@ -128,7 +137,9 @@ def _evaluation_seconds(trainer: Trainer) -> float:
     (name,) = trainer.cfg.DATASETS.TEST
     data = Trainer.build_test_loader(trainer.cfg, name)
     batches = list(itertools.islice(data, _IMAGES))
-    inference_on_dataset(trainer.model, batches[:1], None)  # a first time compiles kernels
+    inference_on_dataset(
+        trainer.model, batches[:1], None
+    )  # a first time compiles kernels
     start = time.perf_counter()
     inference_on_dataset(trainer.model, batches, None)
     seconds = time.perf_counter() - start

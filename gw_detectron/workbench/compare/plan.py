@@ -84,8 +84,12 @@ def schedule_keys(cfg: CfgNode, iterations: int, evaluations: int) -> dict[str, 
         "SOLVER.MAX_ITER": iterations,
         "SOLVER.STEPS": tuple(step for step in sorted(steps) if 0 < step < iterations),
         "SOLVER.WARMUP_ITERS": max(round(solver.WARMUP_ITERS * factor), warm_up),
-        "SOLVER.CHECKPOINT_PERIOD": max(1, min(solver.CHECKPOINT_PERIOD, iterations // 2)),
-        "TEST.EVAL_PERIOD": math.ceil(iterations / evaluations) if evaluations > 1 else 0,
+        "SOLVER.CHECKPOINT_PERIOD": max(
+            1, min(solver.CHECKPOINT_PERIOD, iterations // 2)
+        ),
+        "TEST.EVAL_PERIOD": math.ceil(iterations / evaluations)
+        if evaluations > 1
+        else 0,
         "TEST.LOSS": False,
         "TEST.BEST": "",
         "TEST.PATIENCE": 0,
@@ -141,7 +145,9 @@ class Plan:
     iterations: int
     times: Mapping[str, float]
 
-    def search(self, norm: str, ap: Mapping[Job, float]) -> tuple[list[Job], float | None]:
+    def search(
+        self, norm: str, ap: Mapping[Job, float]
+    ) -> tuple[list[Job], float | None]:
         """Return the runs of the search so far, and the rate once it is chosen.
 
         The half of the rates with the highest AP goes on to runs of twice the length; of equal

@@ -48,7 +48,9 @@ class Processes:
     def start(self, work: Callable[..., Any], folder: Path, *args: Any) -> BaseProcess:
         """Start ``work(folder, *args)`` on the GPU with the fewest processes."""
         (folder / LOG).unlink(missing_ok=True)  # an earlier attempt's
-        busy: list[str | None] = [process.name for process in multiprocessing.active_children()]
+        busy: list[str | None] = [
+            process.name for process in multiprocessing.active_children()
+        ]
         gpu = min(self.gpus, key=busy.count)
         process = _CONTEXT.Process(
             target=run_in_process,
@@ -122,7 +124,9 @@ def result_of(folder: Path, process: BaseProcess) -> dict[str, Any]:
     code = process.exitcode or 0
     if code < 0:
         name = signal.strsignal(-code)
-        reason = f"killed by signal {-code} ({name}). Fix: if memory was full, lower --jobs"
+        reason = (
+            f"killed by signal {-code} ({name}). Fix: if memory was full, lower --jobs"
+        )
     elif text:
         reason = text.rpartition("\nError: " if "\nError: " in text else "\n")[2]
     else:

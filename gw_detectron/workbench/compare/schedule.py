@@ -33,7 +33,9 @@ def affordable(
     for chosen, evaluations in EXTENTS:
         runs = plan.all_jobs(seeds or chosen)
         # start and evaluations
-        fixed = sum(costs.seconds(job._replace(iterations=0), evaluations) for job in runs)
+        fixed = sum(
+            costs.seconds(job._replace(iterations=0), evaluations) for job in runs
+        )
         if fixed <= seconds / 3:
             break
 

@@ -54,7 +54,9 @@ def paired_difference(first: Scores, second: Scores) -> Difference | None:
     return Difference(mean, mean - half, mean + half, len(seeds))
 
 
-def summarize(plan: Plan, times: Mapping[str, float], results: Results) -> dict[str, Any]:
+def summarize(
+    plan: Plan, times: Mapping[str, float], results: Results
+) -> dict[str, Any]:
     """Return the numbers of a comparison, which ``comparison.json`` holds."""
     ap = {job: result["AP"] for job, result in results.items()}
     tables = {ITERATIONS: _scores(plan, ap, 0)}
@@ -70,7 +72,9 @@ def summarize(plan: Plan, times: Mapping[str, float], results: Results) -> dict[
     edges = [norm for norm, facts in norms.items() if facts["rate_at_the_edge"]]
     if edges:
         names = ", ".join(edges)
-        advice += f" The chosen rate of {names} is at the edge of those tried: try more."
+        advice += (
+            f" The chosen rate of {names} is at the edge of those tried: try more."
+        )
     recommended = {"norm": take, "rate": norms[take]["rate"]} if take else None
     scored = [result["score"] for result in results.values() if result["AP"]]
     return {
@@ -96,7 +100,9 @@ def _facts(
     }
 
 
-def _scores(plan: Plan, ap: Mapping[Job, float], place: int) -> dict[str, dict[int, float]]:
+def _scores(
+    plan: Plan, ap: Mapping[Job, float], place: int
+) -> dict[str, dict[int, float]]:
     """Return norm -> seed -> AP of the scored runs of a length.
 
     ``place`` is that in :meth:`Plan.lengths`.

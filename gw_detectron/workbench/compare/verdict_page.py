@@ -17,7 +17,9 @@ _DIFFERENCES = (
     "AP of the row minus AP of the column, mean over common seeds, with the 95 % interval of the "
     "paired t test. It contains the variation between seeds, not between images."
 )
-_RATES = "AP with seed 0. The better half of the rates goes on to runs of twice the length."
+_RATES = (
+    "AP with seed 0. The better half of the rates goes on to runs of twice the length."
+)
 
 
 def verdict_sections(
@@ -36,7 +38,9 @@ def verdict_sections(
     ]
     sections["Differences"] = Section(text=_DIFFERENCES, tables=tables)
     if len(plan.rates) > 1:
-        sections["Learning rates"] = Section(text=_RATES, tables=[_rate_table(plan, results)])
+        sections["Learning rates"] = Section(
+            text=_RATES, tables=[_rate_table(plan, results)]
+        )
 
     diverged = [
         (f"{job.name}: {result['diverged']}",)
@@ -72,7 +76,9 @@ def _mean_and_spread(scores: list[float]) -> str | None:
     return f"{statistics.mean(scores):.1f}{spread}"
 
 
-def _mean_curves(plan: Plan, times: Mapping[str, float], results: Results) -> list[Curve]:
+def _mean_curves(
+    plan: Plan, times: Mapping[str, float], results: Results
+) -> list[Curve]:
     """Return AP over iterations, as means over the seeds, of each norm and length."""
     curves = []
     for number, norm in enumerate(plan.norms):
@@ -80,7 +86,8 @@ def _mean_curves(plan: Plan, times: Mapping[str, float], results: Results) -> li
             runs = [
                 dict(result["curve"])
                 for job, result in results.items()
-                if (job.norm, job.iterations) == (norm, iterations) and not job.is_search
+                if (job.norm, job.iterations) == (norm, iterations)
+                and not job.is_search
             ]
             points = []
             for place in sorted(set().union(*runs)):

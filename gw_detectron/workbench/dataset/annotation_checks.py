@@ -58,7 +58,9 @@ class Fault(NamedTuple):
 
 _MOST = {"error_above": 0.5, "warn_above": 0.5}  # looks so, and fewer could be chance
 REPEATED_ID = Fault("repeat an id", "number the annotations from 1")
-UNKNOWN_IMAGE = Fault("have an image_id that is not in the list of images", "correct it")
+UNKNOWN_IMAGE = Fault(
+    "have an image_id that is not in the list of images", "correct it"
+)
 UNKNOWN_CATEGORY = Fault(
     "have a category_id that is not in the list of categories", "correct it"
 )
@@ -69,17 +71,25 @@ NORMALIZED = Fault(
     "have a bbox that looks normalized by the image's size", "write pixels", **_MOST
 )
 CORNERS = Fault(
-    "have a bbox that looks like x1 y1 x2 y2", "write [x1, y1, x2 - x1, y2 - y1]", **_MOST
+    "have a bbox that looks like x1 y1 x2 y2",
+    "write [x1, y1, x2 - x1, y2 - y1]",
+    **_MOST,
 )
 MASK_CORNERS = Fault("have a bbox that is x1 y1 x2 y2, by their mask", CORNERS.fix, 0.1)
 NO_AREA = Fault(
-    "have an empty bbox, which is not trained on or evaluated", "correct or remove them", 1
+    "have an empty bbox, which is not trained on or evaluated",
+    "correct or remove them",
+    1,
 )
 OUTSIDE = Fault("have a bbox outside of their image", "correct or remove them", 1)
 BEYOND = Fault(
-    "have a bbox that leaves their image by more than a tenth of it", "correct or clip them", 1
+    "have a bbox that leaves their image by more than a tenth of it",
+    "correct or clip them",
+    1,
 )
-NO_MASK = Fault("have no segmentation", "set MODEL.MASK_ON False, or add masks to the file")
+NO_MASK = Fault(
+    "have no segmentation", "set MODEL.MASK_ON False, or add masks to the file"
+)
 NO_POLYGON = Fault(
     "have no polygon of three or more points, and are not learned",
     "correct or remove segmentations",
@@ -122,7 +132,9 @@ AREA = Fault(
     0.1,
 )
 NO_ID = Fault(
-    "have an id that is not a positive integer: a match may be a miss", "number them from 1", 1
+    "have an id that is not a positive integer: a match may be a miss",
+    "number them from 1",
+    1,
 )
 KEYPOINTS = Fault(
     "have another number of keypoints than MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS",
@@ -174,7 +186,9 @@ def check_coco(
                 faults = _keypoint_faults(annotation, needs)
             for fault in faults:
                 found[fault].append(annotation.get("id"))
-        found[REPEATED_ID] += _repeated(annotation.get("id") for annotation in annotations)
+        found[REPEATED_ID] += _repeated(
+            annotation.get("id") for annotation in annotations
+        )
 
         reader.record = "segmentation"
         learnable = _check_geometry(sound, images, needs, found)
@@ -223,7 +237,9 @@ def _check_images(reader: _Reader, images: Sequence[dict]) -> dict[Any, dict]:
     for image in reader.read(images):
         missing = _IMAGE_FIELDS - image.keys()
         if missing:
-            raise DataError(f"image {image.get('id', '')}: has no {', '.join(sorted(missing))}")
+            raise DataError(
+                f"image {image.get('id', '')}: has no {', '.join(sorted(missing))}"
+            )
         if min(image["height"], image["width"]) < 1:
             raise DataError(
                 f"image {image['id']}: has no pixels: its width or height is below 1"
@@ -235,7 +251,9 @@ def _check_images(reader: _Reader, images: Sequence[dict]) -> dict[Any, dict]:
     if not by_id:
         raise DataError("images: the list is empty")
     if len({type(number) for number in by_id}) > 1:
-        raise DataError("images: some ids are numbers and some texts. Fix: number them from 1.")
+        raise DataError(
+            "images: some ids are numbers and some texts. Fix: number them from 1."
+        )
     if len(by_id) < len(images):
         raise DataError("images: two have the same id")
     return by_id
@@ -296,7 +314,9 @@ def _keypoint_faults(annotation: dict[str, Any], needs: DatasetNeeds) -> list[Fa
 
     x, y, width, height = annotation["bbox"]
     labeled = near = 0
-    for a, b, visibility in zip(keypoints[::3], keypoints[1::3], keypoints[2::3], strict=True):
+    for a, b, visibility in zip(
+        keypoints[::3], keypoints[1::3], keypoints[2::3], strict=True
+    ):
         if visibility > 0:
             labeled += 1
             # within twice the box
@@ -311,7 +331,9 @@ def _check_evaluated_fields(
     content: Any, needs: DatasetNeeds, found: dict[Fault, list[Any]]
 ) -> None:
     """Find wrong fields that pycocotools reads, in a file that is evaluated as it is."""
-    counted = [annotation for annotation in content["annotations"] if not annotation["iscrowd"]]
+    counted = [
+        annotation for annotation in content["annotations"] if not annotation["iscrowd"]
+    ]
     replaced = replaced_values(
         counted, complete_annotations({**content, "annotations": counted})
     )
@@ -370,7 +392,9 @@ def _box_faults(boxes: Floats, sizes: Floats) -> dict[Fault, Flags]:
 
     is_empty = (boxes[:, 2:] <= 0).any(axis=1)
     is_outside = (inside[:, 2:] <= inside[:, :2]).any(axis=1) & ~is_empty
-    in_order = (boxes[:, :2] < boxes[:, 2:]).all(axis=1) & (boxes <= limits + 1).all(axis=1)
+    in_order = (boxes[:, :2] < boxes[:, 2:]).all(axis=1) & (boxes <= limits + 1).all(
+        axis=1
+    )
     as_corners = is_off & in_order
     leaves = (np.abs(inside - edges) > 1 + limits / 10).any(axis=1)
     return {
@@ -391,7 +415,11 @@ def _apart_faults(apart: Flags, boxes: Floats, outlines: Floats) -> dict[Fault, 
     begins_inside = outlines[:, :2] > edges[:, :2] - 1
     ends_inside = outlines[:, 2:] < edges[:, 2:] + 1
     smaller = apart & (begins_inside & ends_inside).all(axis=1) & ~as_corners
-    return {APART: apart & ~smaller & ~as_corners, MASK_CORNERS: as_corners, SMALLER: smaller}
+    return {
+        APART: apart & ~smaller & ~as_corners,
+        MASK_CORNERS: as_corners,
+        SMALLER: smaller,
+    }
 
 
 def _mask_faults(

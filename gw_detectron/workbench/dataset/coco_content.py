@@ -76,7 +76,10 @@ def complete_coco(
     except MALFORMED:
         return content, []
 
-    for field, source in (("area", "mask or bbox"), ("num_keypoints", "labeled keypoints")):
+    for field, source in (
+        ("area", "mask or bbox"),
+        ("num_keypoints", "labeled keypoints"),
+    ):
         if wrong[field]:
             notes.append(
                 f"{len(wrong[field])} of {len(annotations)} annotations have a wrong {field}. The run's copy takes it "
@@ -92,7 +95,9 @@ def _add_classes(content: Any, classes: Mapping[int, str]) -> tuple[Any, list[st
 
     missing = {number: name for number, name in classes.items() if number not in own}
     added = [{"id": number, "name": name} for number, name in missing.items()]
-    note = f"categories: no {summarize_names(missing.values())}. The run's copy has them."
+    note = (
+        f"categories: no {summarize_names(missing.values())}. The run's copy has them."
+    )
     return {**content, "categories": [*content["categories"], *added]}, [note]
 
 
@@ -119,7 +124,9 @@ def complete_annotations(content: Any) -> list[dict[str, Any]]:
         if unlabeled:
             keypoints = annotation.get("keypoints") or unlabeled
             fields["keypoints"] = keypoints
-            fields["num_keypoints"] = sum(visibility > 0 for visibility in keypoints[2::3])
+            fields["num_keypoints"] = sum(
+                visibility > 0 for visibility in keypoints[2::3]
+            )
         completed.append(fields)
     return completed
 
@@ -127,8 +134,12 @@ def complete_annotations(content: Any) -> list[dict[str, Any]]:
 def _areas(content: Any) -> tuple[list[float], np.ndarray]:
     """Return the area of each annotation's mask, else box, and whether the given one is wrong."""
     annotations = content["annotations"]
-    sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
-    image_sizes = [sizes.get(annotation["image_id"], (0, 0)) for annotation in annotations]
+    sizes = {
+        image["id"]: (image["height"], image["width"]) for image in content["images"]
+    }
+    image_sizes = [
+        sizes.get(annotation["image_id"], (0, 0)) for annotation in annotations
+    ]
     masks = mask_boxes([a.get("segmentation") for a in annotations], image_sizes)[1]
 
     sides = np.array([annotation["bbox"][2:] for annotation in annotations], float)
@@ -140,7 +151,9 @@ def _areas(content: Any) -> tuple[list[float], np.ndarray]:
     values = [annotation.get("area") for annotation in annotations]
     numbers = [value if isinstance(value, (int, float)) else np.nan for value in values]
     given = np.array(numbers, float)
-    is_crowd = np.array([bool(annotation.get("iscrowd")) for annotation in annotations], bool)
+    is_crowd = np.array(
+        [bool(annotation.get("iscrowd")) for annotation in annotations], bool
+    )
     return np.where(masks > 0, masks, boxes).tolist(), wrong_areas(
         given, boxes, masks
     ) & ~is_crowd
@@ -153,7 +166,9 @@ def replaced_values(
     replaced: dict[str, list[Any]] = {"area": [], "num_keypoints": [], "id": []}
     for annotation, right in zip(annotations, completed, strict=True):
         for field, ids in replaced.items():
-            if field in annotation and annotation[field] != right.get(field, annotation[field]):
+            if field in annotation and annotation[field] != right.get(
+                field, annotation[field]
+            ):
                 ids.append(annotation.get("id"))
     return replaced
 
@@ -165,7 +180,9 @@ def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
     are added. Both parts have at least one image; fewer than two images are a DataError.
     """
     try:
-        places = {image["id"]: _place(image["file_name"]) for image in content["images"]}
+        places = {
+            image["id"]: _place(image["file_name"]) for image in content["images"]
+        }
         # an annotation of an unknown image stays in the training, whose check names it
         owners = [places.get(a["image_id"], 1.0) for a in content["annotations"]]
     except MALFORMED:
@@ -181,7 +198,9 @@ def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
     def part(in_val: bool) -> Any:
         images = [i for i in content["images"] if (places[i["id"]] < border) is in_val]
         pairs = zip(content["annotations"], owners, strict=True)
-        annotations = [annotation for annotation, place in pairs if (place < border) is in_val]
+        annotations = [
+            annotation for annotation, place in pairs if (place < border) is in_val
+        ]
         return {**content, "images": images, "annotations": annotations}
 
     return part(False), part(True)
@@ -198,9 +217,13 @@ def content_to_records(content: Any, image_root: str) -> list[dict[str, Any]]:
 
     Source: docs of Detectron2, "Use Custom Datasets". A second parse of a file of COCO's size takes a minute.
     """
-    indices = {number: index for index, number in enumerate(sorted(category_names(content)))}
+    indices = {
+        number: index for index, number in enumerate(sorted(category_names(content)))
+    }
     by_image: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for annotation in content.get("annotations", ()):  # the official test images have none
+    for annotation in content.get(
+        "annotations", ()
+    ):  # the official test images have none
         record = _object_record(annotation)
         if record is not None:
             record["category_id"] = indices[annotation["category_id"]]
@@ -220,7 +243,9 @@ def content_to_records(content: Any, image_root: str) -> list[dict[str, Any]]:
 
 def _object_record(annotation: dict[str, Any]) -> dict[str, Any] | None:
     """Return the record of an object; None, as in Detectron2, if its polygons are all invalid."""
-    record = {field: annotation[field] for field in _RECORD_FIELDS if field in annotation}
+    record = {
+        field: annotation[field] for field in _RECORD_FIELDS if field in annotation
+    }
     record["bbox_mode"] = BoxMode.XYWH_ABS
 
     mask = annotation.get("segmentation") or None
@@ -276,7 +301,9 @@ def records_to_content(
             annotations.append({**annotation, **place})
 
     if classes is None:
-        count = 1 + max((annotation["category_id"] for annotation in annotations), default=-1)
+        count = 1 + max(
+            (annotation["category_id"] for annotation in annotations), default=-1
+        )
         classes = [str(index) for index in range(count)]
     categories = [{"id": index, "name": name} for index, name in enumerate(classes)]
     content = {"images": images, "annotations": annotations, "categories": categories}
@@ -287,7 +314,9 @@ def _xywh(annotation: dict[str, Any]) -> list[float] | None:
     """Return the box of an object as x, y, width, height; None if it has another format."""
     mode = annotation.get("bbox_mode")
     box = list(annotation.get("bbox", ()))
-    if mode == BoxMode.XYXY_ABS and len(box) == 4:  # BoxMode.convert would round to float32
+    if (
+        mode == BoxMode.XYXY_ABS and len(box) == 4
+    ):  # BoxMode.convert would round to float32
         x0, y0, x1, y1 = box
         return [x0, y0, x1 - x0, y1 - y0]
     return box if mode in (BoxMode.XYWH_ABS, BoxMode.XYXY_ABS) else None

@@ -17,20 +17,30 @@ def check_fit(
 ) -> Iterator[str]:
     """Yield a warning, with numbers, for each value of a config that loses objects."""
     counts = object_count_keys(cfg)
-    with_objects = {name: data for name, data in fingerprints.items() if len(data.boxes)}
+    with_objects = {
+        name: data for name, data in fingerprints.items() if len(data.boxes)
+    }
     if not counts or not with_objects:
         return
-    tested = {name: with_objects[name] for name in cfg.DATASETS.TEST if name in with_objects}
+    tested = {
+        name: with_objects[name] for name in cfg.DATASETS.TEST if name in with_objects
+    }
     trained = {}
     if not eval_only:
         trained = {
-            name: with_objects[name] for name in cfg.DATASETS.TRAIN if name in with_objects
+            name: with_objects[name]
+            for name in cfg.DATASETS.TRAIN
+            if name in with_objects
         }
 
     yield from _low_limit(cfg, tested, "TEST.DETECTIONS_PER_IMAGE", "cannot be found")
     if "MODEL.ROI_HEADS.NUM_CLASSES" in counts:
-        yield from _low_limit(cfg, tested, "MODEL.RPN.POST_NMS_TOPK_TEST", "cannot be found")
-        yield from _low_limit(cfg, trained, "MODEL.RPN.POST_NMS_TOPK_TRAIN", "are not proposed")
+        yield from _low_limit(
+            cfg, tested, "MODEL.RPN.POST_NMS_TOPK_TEST", "cannot be found"
+        )
+        yield from _low_limit(
+            cfg, trained, "MODEL.RPN.POST_NMS_TOPK_TRAIN", "are not proposed"
+        )
         yield from _low_batch(cfg, trained)
     yield from _unused_images(cfg, trained)
     if trained:
@@ -57,7 +67,11 @@ def _low_batch(cfg: CfgNode, trained: Mapping[str, Fingerprint]) -> Iterator[str
     share = cfg.MODEL.ROI_HEADS.POSITIVE_FRACTION
     # a few denser images do no harm: each step draws other objects of them
     limit = share * get_value(cfg, key)
-    dense = {name: data for name, data in trained.items() if np.median(data.per_image) > limit}
+    dense = {
+        name: data
+        for name, data in trained.items()
+        if np.median(data.per_image) > limit
+    }
     yield from _low_limit(cfg, dense, key, "are left out of a step", share)
 
 

@@ -36,7 +36,9 @@ _UNREADABLE = Fault(
     "cannot be read or have another width x height",
     "correct them; the size is after EXIF rotation",
 )
-_COPIES = Fault("are copies", "remove them; AP on images of the training is too high", 1)
+_COPIES = Fault(
+    "are copies", "remove them; AP on images of the training is too high", 1
+)
 _KEYPOINT_FIX = (
     "Fix: write them into the categories of the json, as keypoints, or both keys into --datasets FILE "
     "(docs/your_data.md); of a dataset registered in Python, set them in MetadataCatalog."
@@ -71,7 +73,9 @@ def check_datasets(
     """
     key = "TEST" if eval_only else "TRAIN"
     if not cfg.DATASETS[key]:
-        report.errors.append(f"DATASETS.{key} (empty): no dataset. Fix: name at least one.")
+        report.errors.append(
+            f"DATASETS.{key} (empty): no dataset. Fix: name at least one."
+        )
 
     checks = _DatasetChecks(report)
     if not eval_only:
@@ -96,7 +100,9 @@ def _needs(cfg: CfgNode, *, training: bool, eval_only: bool) -> DatasetNeeds:
     has_validation = cfg.TEST.LOSS and cfg.TEST.EVAL_PERIOD > 0 and not eval_only
     has_losses = training or has_validation  # they read masks alike
     run_lengths = not has_losses or cfg.INPUT.MASK_FORMAT != "polygon"
-    return DatasetNeeds(training, cfg.MODEL.MASK_ON, run_lengths, points, cfg.INPUT.PERCENTILES)
+    return DatasetNeeds(
+        training, cfg.MODEL.MASK_ON, run_lengths, points, cfg.INPUT.PERCENTILES
+    )
 
 
 class _DatasetChecks:
@@ -106,7 +112,9 @@ class _DatasetChecks:
         self.classes: dict[str, Sequence[str] | None] = {}  # None: unknown
         self.fingerprints: dict[str, Fingerprint] = {}
         self._report = report
-        self._photos: dict[str, tuple[str, Any, str]] = {}  # dataset, id and file by content
+        self._photos: dict[
+            str, tuple[str, Any, str]
+        ] = {}  # dataset, id and file by content
 
     def check(self, name: str, needs: DatasetNeeds) -> None:
         """Check the files of a dataset."""
@@ -120,7 +128,9 @@ class _DatasetChecks:
 
         metadata = MetadataCatalog.get(name)
         evaluator = metadata.get("evaluator_type", "coco")
-        file = metadata.get("source") or metadata.get("json_file") or "a Python function"
+        file = (
+            metadata.get("source") or metadata.get("json_file") or "a Python function"
+        )
         where = f"Dataset '{name}' ('{file}')"
         self.classes[name] = metadata.get("thing_classes")
         if evaluator == "lvis":  # its files name images by address
@@ -132,7 +142,10 @@ class _DatasetChecks:
                 return
             errors, warnings = self._check_source(name, source, needs)
         except FileNotFoundError:
-            errors, warnings = [f"file not found. {_place(metadata.get('made_by'))}"], []
+            errors, warnings = (
+                [f"file not found. {_place(metadata.get('made_by'))}"],
+                [],
+            )
         except (
             DataError,
             OSError,
@@ -149,7 +162,9 @@ class _DatasetChecks:
     def _check_source(
         self, name: str, source: CocoSource, needs: DatasetNeeds
     ) -> tuple[list[str], list[str]]:
-        errors, warnings = check_coco(source.content, needs, is_completed=source.is_completed)
+        errors, warnings = check_coco(
+            source.content, needs, is_completed=source.is_completed
+        )
         self.fingerprints[name] = source.fingerprint
         is_empty = not len(source.fingerprint.boxes)
         # the official test images have no annotations
@@ -162,7 +177,9 @@ class _DatasetChecks:
 
         root = source.dataset.images
         if "://" not in root:  # a header would cost a download
-            found = self._check_images(name, root, source.content["images"], needs.percentiles)
+            found = self._check_images(
+                name, root, source.content["images"], needs.percentiles
+            )
             errors = errors + found[0]
             warnings = warnings + found[1]
         return errors, warnings + source.notes
@@ -187,11 +204,15 @@ class _DatasetChecks:
                 found[_UNREADABLE].append(str(error).partition(" Fix: ")[0])
                 continue
             if (width, height) != (image["width"], image["height"]):
-                found[_UNREADABLE].append(f"'{image['file_name']}' is {width} x {height}")
+                found[_UNREADABLE].append(
+                    f"'{image['file_name']}' is {width} x {height}"
+                )
             photo = (name, image["id"], image["file_name"])
             first = self._photos.setdefault(content_key(path), photo)
             if first[:2] != photo[:2]:
-                found[_COPIES].append(f"{image['file_name']} is {first[2]} of {first[0]}")
+                found[_COPIES].append(
+                    f"{image['file_name']} is {first[2]} of {first[0]}"
+                )
         return describe(found, len(checked), "checked images")
 
 
@@ -232,7 +253,10 @@ def _different_classes(
     """Yield an error for each dataset with other classes than the first one, or the checkpoint."""
     known = {name: list(names) for name, names in classes.items() if names}
     if trained:
-        known = {f"the checkpoint ({len(trained)} classes)": list(trained.values()), **known}
+        known = {
+            f"the checkpoint ({len(trained)} classes)": list(trained.values()),
+            **known,
+        }
     if not known:
         return
 
@@ -289,7 +313,9 @@ def _classes_without_objects(
     cfg: CfgNode, fingerprints: Mapping[str, Fingerprint]
 ) -> Iterator[str]:
     """Yield warnings of classes that are not trained, if all training data is known."""
-    trained = [fingerprints[name] for name in cfg.DATASETS.TRAIN if name in fingerprints]
+    trained = [
+        fingerprints[name] for name in cfg.DATASETS.TRAIN if name in fingerprints
+    ]
     tested = [fingerprints[name] for name in cfg.DATASETS.TEST if name in fingerprints]
     if not trained or len(trained) < len(cfg.DATASETS.TRAIN):
         return

@@ -73,8 +73,12 @@ def read_datasets(path: str) -> CocoDatasets:
 
 def _read_dataset(given: Any, role: str, name: str, path: str) -> CocoDataset:
     key = f"{role}.{name}"
-    if not isinstance(given, dict) or not all(isinstance(given.get(p), str) for p in _PATHS):
-        raise ConfigError(f"'{path}', {key}: expected json: FILE and images: FOLDER below it.")
+    if not isinstance(given, dict) or not all(
+        isinstance(given.get(p), str) for p in _PATHS
+    ):
+        raise ConfigError(
+            f"'{path}', {key}: expected json: FILE and images: FOLDER below it."
+        )
     known = [field.name for field in fields(CocoDataset)]
     if role == "val":
         known.remove("val_fraction")
@@ -86,11 +90,15 @@ def _read_dataset(given: Any, role: str, name: str, path: str) -> CocoDataset:
     absolute = {}
     for part in _PATHS:
         path = os.path.expanduser(given[part])
-        absolute[part] = path if "://" in path else os.path.abspath(os.path.join(folder, path))
+        absolute[part] = (
+            path if "://" in path else os.path.abspath(os.path.join(folder, path))
+        )
     return CocoDataset(**given | absolute)
 
 
-def _check_keys(given: Iterable[str], known: Collection[str], path: str, prefix: str) -> None:
+def _check_keys(
+    given: Iterable[str], known: Collection[str], path: str, prefix: str
+) -> None:
     for key in given:
         if key not in known:
             raise ConfigError(

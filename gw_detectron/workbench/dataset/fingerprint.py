@@ -27,11 +27,15 @@ class Fingerprint:
 
     classes: list[str]  # in the order of the category ids
     images: np.ndarray  # width and height of each image, (I, 2)
-    boxes: np.ndarray  # width and height of each object's box in pixels of its image, (N, 2)
+    boxes: (
+        np.ndarray
+    )  # width and height of each object's box in pixels of its image, (N, 2)
     areas: np.ndarray  # area of each object as COCO's scores by size take it, (N)
     image: np.ndarray  # index of each object's image, (N)
     category: np.ndarray  # index of each object's class, (N)
-    masks: Counter[str]  # number of objects by their segmentation: "polygon", "rle" or "none"
+    masks: Counter[
+        str
+    ]  # number of objects by their segmentation: "polygon", "rle" or "none"
     crowds: int  # annotations with iscrowd, which are not trained on
     unusable: int  # other annotations that cannot be learned
 
@@ -43,7 +47,9 @@ class Fingerprint:
     @cached_property
     def most_of_a_class(self) -> int:
         """Largest number of objects of one class in an image."""
-        return max(Counter(zip(self.image, self.category, strict=True)).values(), default=0)
+        return max(
+            Counter(zip(self.image, self.category, strict=True)).values(), default=0
+        )
 
     def dense_score(self, task: str, detections: int) -> str:
         """Name the AP that counts as many detections per image as there are objects; "" if COCO's AP does.
@@ -64,7 +70,9 @@ class Fingerprint:
     def images_per_class(self) -> np.ndarray:
         """Number of images with each class, (C)."""
         pairs = np.unique(self.image * max(1, len(self.classes)) + self.category)
-        return np.bincount(pairs % max(1, len(self.classes)), minlength=len(self.classes))
+        return np.bincount(
+            pairs % max(1, len(self.classes)), minlength=len(self.classes)
+        )
 
     def scored_objects(self, score: str) -> int:
         """Return the number of objects that an AP counts, by its name: APs, APm, APl, AP-CLASS or another one."""
@@ -98,7 +106,9 @@ def read_fingerprint(*contents: Any) -> Fingerprint:
     record: Any = "the lists images, annotations and categories"
     try:
         for content in contents:
-            names = {category["id"]: category["name"] for category in content["categories"]}
+            names = {
+                category["id"]: category["name"] for category in content["categories"]
+            }
             numbers = sorted(names)  # as Detectron2 counts classes
             categories = {number: index for index, number in enumerate(numbers)}
             classes = max(classes, [names[number] for number in numbers], key=len)
@@ -170,7 +180,9 @@ def anchor_shapes(sizes: list, ratios: list, strides: Sequence[int]) -> np.ndarr
     return np.array(
         [
             (size / ratio**0.5, size * ratio**0.5, stride)
-            for stride, level_sizes, level_ratios in zip(strides, sizes, ratios, strict=False)
+            for stride, level_sizes, level_ratios in zip(
+                strides, sizes, ratios, strict=False
+            )
             for size in level_sizes
             for ratio in level_ratios
         ]
@@ -193,7 +205,9 @@ def best_overlaps(boxes: np.ndarray, anchors: np.ndarray) -> np.ndarray:
     return best
 
 
-def anchor_fit(data: Fingerprint, sides: tuple[float, float], anchors: np.ndarray) -> float:
+def anchor_fit(
+    data: Fingerprint, sides: tuple[float, float], anchors: np.ndarray
+) -> float:
     """Return the mean IoU of objects in resized images with their best anchor.
 
     Classes count equally, as for AP.

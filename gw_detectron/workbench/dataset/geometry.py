@@ -14,7 +14,9 @@ Flags = NDArray[np.bool_]
 
 def is_coordinates(points: Any) -> bool:
     """Return whether points look like a flat list of numbers."""
-    return isinstance(points, list) and (not points or isinstance(points[0], (int, float)))
+    return isinstance(points, list) and (
+        not points or isinstance(points[0], (int, float))
+    )
 
 
 def is_polygon(points: Any) -> bool:
@@ -24,13 +26,21 @@ def is_polygon(points: Any) -> bool:
 
 def is_run_length(mask: Any, size: tuple[int, int]) -> bool:
     """Return whether a mask is an RLE of an image of ``size`` (height, width)."""
-    if not isinstance(mask, dict) or tuple(mask.get("size", ())) != size or min(size) < 1:
+    if (
+        not isinstance(mask, dict)
+        or tuple(mask.get("size", ())) != size
+        or min(size) < 1
+    ):
         return False
     counts: Any = mask.get("counts")  # a list is not compressed
-    return isinstance(counts, str) or (sum(counts) == size[0] * size[1] and min(counts) >= 0)
+    return isinstance(counts, str) or (
+        sum(counts) == size[0] * size[1] and min(counts) >= 0
+    )
 
 
-def mask_boxes(masks: Sequence[Any], sizes: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
+def mask_boxes(
+    masks: Sequence[Any], sizes: Sequence[tuple[int, int]]
+) -> tuple[Floats, Floats]:
     """Measure masks, polygons or RLE, of images of ``sizes`` (height, width).
 
     Returns:
@@ -54,7 +64,9 @@ def mask_boxes(masks: Sequence[Any], sizes: Sequence[tuple[int, int]]) -> tuple[
         areas[owners] = polygon_areas
 
     pairs = zip(masks, sizes, strict=True)
-    encoded = [index for index, (mask, size) in enumerate(pairs) if is_run_length(mask, size)]
+    encoded = [
+        index for index, (mask, size) in enumerate(pairs) if is_run_length(mask, size)
+    ]
     if encoded:
         run_lengths = [_compressed(masks[index]) for index in encoded]
         xywh = mask_util.toBbox(run_lengths)
@@ -64,7 +76,9 @@ def mask_boxes(masks: Sequence[Any], sizes: Sequence[tuple[int, int]]) -> tuple[
     return boxes, areas
 
 
-def _polygon_boxes(polygons: Sequence[tuple[int, list[float]]]) -> tuple[Any, Floats, Floats]:
+def _polygon_boxes(
+    polygons: Sequence[tuple[int, list[float]]],
+) -> tuple[Any, Floats, Floats]:
     """Return, for pairs of owner and polygon in order, the owners, their boxes and areas.
 
     The area of a polygon is half of ``|sum_i x_i y_(i+1) - x_(i+1) y_i|``.
@@ -116,5 +130,9 @@ def wrong_areas(given: Floats, boxes: Floats, masks: Floats) -> Flags:
     with np.errstate(invalid="ignore"):
         like_mask = (given >= masks / 2 - 2) & (given <= 2 * masks + 2)
         like_box = (given > 0.9 * boxes) & (given < 1.1 * boxes)
-        inside_box = (given < 1.1 * boxes) & ((given > 1) | (boxes < 4)) & (given > boxes / 200)
-        return (boxes > 0) & ~np.where(np.isnan(masks), inside_box, like_mask | like_box)
+        inside_box = (
+            (given < 1.1 * boxes) & ((given > 1) | (boxes < 4)) & (given > boxes / 200)
+        )
+        return (boxes > 0) & ~np.where(
+            np.isnan(masks), inside_box, like_mask | like_box
+        )

@@ -23,7 +23,11 @@ from .source import CocoDataset, CocoSource, open_coco, open_registered
 
 log = logging.getLogger(__name__)
 
-_RATIOS = ([0.5, 1.0, 2.0], [0.33, 0.57, 1.0, 1.75, 3.0], [0.12, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
+_RATIOS = (
+    [0.5, 1.0, 2.0],
+    [0.33, 0.57, 1.0, 1.75, 3.0],
+    [0.12, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0],
+)
 _NOTABLE = 0.02  # a smaller gain of mean overlap changes no anchors
 _RARE = 10  # a class is rare if another one is in so many times more images
 _SCALES = (
@@ -143,12 +147,18 @@ def _classes_and_masks(recipe: _Recipe, data: Fingerprint) -> None:
     for key in object_count_keys(recipe.cfg):
         recipe.set(key, len(data.classes), "the categories of the json")
 
-    objects, without_mask, run_lengths = len(data.boxes), data.masks["none"], data.masks["rle"]
+    objects, without_mask, run_lengths = (
+        len(data.boxes),
+        data.masks["none"],
+        data.masks["rle"],
+    )
     if recipe.cfg.MODEL.MASK_ON and without_mask > objects / 2:  # the checks name fewer
         reason = f"{without_mask:,} of {objects:,} objects have no mask"
         recipe.set("MODEL.MASK_ON", False, reason)
     if run_lengths:
-        recipe.set("INPUT.MASK_FORMAT", "bitmask", f"{run_lengths:,} masks are run lengths")
+        recipe.set(
+            "INPUT.MASK_FORMAT", "bitmask", f"{run_lengths:,} masks are run lengths"
+        )
 
 
 def _image_size(recipe: _Recipe, data: Fingerprint) -> None:
@@ -159,7 +169,9 @@ def _image_size(recipe: _Recipe, data: Fingerprint) -> None:
 
     def smallest(side: float, longest: float = math.inf) -> float:
         sizes = data.sizes(side, longest)
-        quartiles = [np.quantile(sizes[data.category == index], 0.25) for index in common]
+        quartiles = [
+            np.quantile(sizes[data.category == index], 0.25) for index in common
+        ]
         return min(quartiles, default=np.median(sizes))
 
     enlarged = 2 * np.median(
@@ -175,20 +187,27 @@ def _image_size(recipe: _Recipe, data: Fingerprint) -> None:
     if high < wanted / 2:
         reason += "; for more, cut the images into smaller ones"
     recipe.set("INPUT.MIN_SIZE_TRAIN", sides, reason)
-    recipe.set("INPUT.MIN_SIZE_TEST", int(training_sides(recipe.cfg)[0]), "as in training")
+    recipe.set(
+        "INPUT.MIN_SIZE_TEST", int(training_sides(recipe.cfg)[0]), "as in training"
+    )
 
 
 def _augmentations(recipe: _Recipe) -> None:
     is_able = TorchVersion(torchvision.__version__) >= "0.24"
     if is_able and not recipe.cfg.INPUT.AUGMENTATIONS:
         jitter = ["ColorJitter(0.3, 0.3, 0.3)"]
-        recipe.set("INPUT.AUGMENTATIONS", jitter, "brightness, contrast and saturation vary")
+        recipe.set(
+            "INPUT.AUGMENTATIONS", jitter, "brightness, contrast and saturation vary"
+        )
 
 
 def _anchors(recipe: _Recipe, data: Fingerprint) -> None:
     """Scale the config's anchors, and choose their ratios, by the mean overlap with objects."""
     cfg = recipe.cfg
-    size_key, ratio_key = "MODEL.ANCHOR_GENERATOR.SIZES", "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS"
+    size_key, ratio_key = (
+        "MODEL.ANCHOR_GENERATOR.SIZES",
+        "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS",
+    )
     node = cfg.MODEL.ANCHOR_GENERATOR
     strides = anchor_strides(cfg)
     sides = training_sides(cfg)
@@ -204,7 +223,9 @@ def _anchors(recipe: _Recipe, data: Fingerprint) -> None:
     if ratio_key not in recipe.given:
         ratio_lists = [[ratios] for ratios in _RATIOS]
 
-    before = anchor_fit(data, sides, anchor_shapes(node.SIZES, node.ASPECT_RATIOS, strides))
+    before = anchor_fit(
+        data, sides, anchor_shapes(node.SIZES, node.ASPECT_RATIOS, strides)
+    )
     options = []
     for sizes, ratios in itertools.product(scaled, ratio_lists):
         anchors = anchor_shapes(sizes, ratios, strides)
@@ -217,7 +238,9 @@ def _anchors(recipe: _Recipe, data: Fingerprint) -> None:
     # of nearly equal anchors, those with the fewest ratios
     good = [option for option in options if best - option[0] < _NOTABLE]
     after, sizes, ratios = min(good, key=lambda option: (len(option[2][0]), -option[0]))
-    reason = f"mean overlap of an object with its best anchor {before:.2f} -> {after:.2f}"
+    reason = (
+        f"mean overlap of an object with its best anchor {before:.2f} -> {after:.2f}"
+    )
     recipe.set(size_key, sizes, reason)
     recipe.set(ratio_key, ratios, reason)
 
@@ -277,7 +300,9 @@ def _solver(recipe: _Recipe) -> None:
     norm = cfg.MODEL.RESNETS.NORM
     if cfg.MODEL.WEIGHTS or cfg.MODEL.RESNETS.DEPTH > 34:
         rate = 0.01 if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else 0.02
-        recipe.set("SOLVER.BASE_LR", rate * images / 16, f"{rate} for 16 images, here {images}")
+        recipe.set(
+            "SOLVER.BASE_LR", rate * images / 16, f"{rate} for 16 images, here {images}"
+        )
         return
 
     # with two images: twice the best rate on synthetic images, half of the best on real ones (experiments/)
@@ -293,7 +318,9 @@ def _schedule(recipe: _Recipe, data: Fingerprint, epochs: float | None) -> None:
         images = int(np.count_nonzero(data.per_image))
     passes = epochs or float(np.clip(12 * math.sqrt(1000 / images), 12, 100))
     iterations = max(1, math.ceil(passes * images / recipe.batch))
-    recipe.set("SOLVER.MAX_ITER", iterations, f"{passes:.3g} passes over {images:,} images")
+    recipe.set(
+        "SOLVER.MAX_ITER", iterations, f"{passes:.3g} passes over {images:,} images"
+    )
 
     iterations = recipe.cfg.SOLVER.MAX_ITER
     steps = tuple(sorted({3 * iterations // 4, 9 * iterations // 10} - {0}))
@@ -305,7 +332,9 @@ def _schedule(recipe: _Recipe, data: Fingerprint, epochs: float | None) -> None:
     period = math.ceil(iterations / times)
     reason = f"every five passes, at most five times; here {times}"
     recipe.set("TEST.EVAL_PERIOD", period, reason)
-    checkpoints = math.ceil(period / max(2000, iterations / 20))  # between two evaluations
+    checkpoints = math.ceil(
+        period / max(2000, iterations / 20)
+    )  # between two evaluations
     reason = "iterations that a killed run can lose"
     recipe.set("SOLVER.CHECKPOINT_PERIOD", math.ceil(period / checkpoints), reason)
 
@@ -323,7 +352,9 @@ def _kept_weights(recipe: _Recipe) -> None:
 
     name = cfg.DATASETS.TEST[0]
     dense = ""
-    with contextlib.suppress(DataError, OSError):  # the checks before a run name the fault
+    with contextlib.suppress(
+        DataError, OSError
+    ):  # the checks before a run name the fault
         source = open_registered(name) if name in DatasetCatalog else None
         if source is not None:
             dense = source.fingerprint.dense_score(task, cfg.TEST.DETECTIONS_PER_IMAGE)

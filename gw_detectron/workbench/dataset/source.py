@@ -51,7 +51,9 @@ class CocoDataset:
     )  # default: from the file's categories
     # pairs that a horizontal flip exchanges; default: names that differ only in left and right
     keypoint_flip_map: list[list[str]] = field(default_factory=list)
-    made_by: str = ""  # command that writes the files; the message on a missing file names it
+    made_by: str = (
+        ""  # command that writes the files; the message on a missing file names it
+    )
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class CocoSource:
         self.error = error
         self.part = part
         self.is_completed = is_completed
-        self.waits = False  # a run is being built: its derived files are written when it begins
+        self.waits = (
+            False  # a run is being built: its derived files are written when it begins
+        )
         self._content = content
         self._is_written = dataset.json in ("", self.origin)
 
@@ -224,13 +228,19 @@ def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
     return registered
 
 
-def _open_all(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, CocoSource]]:
+def _open_all(
+    datasets: CocoDatasets, folder: str
+) -> Iterator[tuple[str, str, CocoSource]]:
     """Yield role, name and source of each dataset; a split one has both roles."""
     files: dict[str, tuple[Any, Exception | None]] = {}
-    classes: dict[int, str] = {}  # of the first file that can be read, from the training on
+    classes: dict[
+        int, str
+    ] = {}  # of the first file that can be read, from the training on
     for role, named in vars(datasets).items():
         for name, given in named.items():
-            dataset = replace(given, json=_absolute(given.json), images=_absolute(given.images))
+            dataset = replace(
+                given, json=_absolute(given.json), images=_absolute(given.images)
+            )
             if dataset.json not in files:
                 files[dataset.json] = _try_read(dataset)
             content, error = files[dataset.json]
@@ -274,9 +284,15 @@ def _with_keypoints(dataset: CocoDataset, content: Any) -> CocoDataset:
     flips = dataset.keypoint_flip_map
     if not flips:
         mirrored = [
-            (name, name.replace(left, right)) for name in names for left, right in _SIDES
+            (name, name.replace(left, right))
+            for name in names
+            for left, right in _SIDES
         ]
-        flips = [[name, other] for name, other in mirrored if other != name and other in names]
+        flips = [
+            [name, other]
+            for name, other in mirrored
+            if other != name and other in names
+        ]
     return replace(dataset, keypoint_names=names, keypoint_flip_map=flips)
 
 
@@ -339,11 +355,15 @@ def _metadata(source: CocoSource) -> dict[str, Any]:
     }
     if dataset.keypoint_names:
         metadata["keypoint_names"] = dataset.keypoint_names
-        metadata["keypoint_flip_map"] = [tuple(pair) for pair in dataset.keypoint_flip_map]
+        metadata["keypoint_flip_map"] = [
+            tuple(pair) for pair in dataset.keypoint_flip_map
+        ]
 
     if source.error is None:
         names = category_names(source.content)
-        metadata |= _class_fields({number: names[number] for number in _sorted_ids(names)})
+        metadata |= _class_fields(
+            {number: names[number] for number in _sorted_ids(names)}
+        )
     return metadata
 
 

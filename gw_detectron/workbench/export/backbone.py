@@ -171,7 +171,9 @@ def export_backbone(
         return write_parity(folder / file, report, source)
 
 
-def _check_features(extractor: FeatureExtractor, file: ExportedFile) -> list[dict[str, Any]]:
+def _check_features(
+    extractor: FeatureExtractor, file: ExportedFile
+) -> list[dict[str, Any]]:
     """Compare feature maps at two batch sizes and two image sizes.
 
     None is a size of the tracing. The model runs the reference backend, which is the exported

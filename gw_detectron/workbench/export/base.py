@@ -48,7 +48,9 @@ class DetectorProgram(nn.Module):
     #: attribute of ``head``: largest number of detections
     max_detections_attr: str
 
-    def __init__(self, model: nn.Module, classes: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, classes: Mapping[int, str] | None = None
+    ) -> None:
         super().__init__()
         copied: Any = copy.deepcopy(model)
         self.model: Any = copied.cpu().float().eval().requires_grad_(False)
@@ -74,9 +76,13 @@ class DetectorProgram(nn.Module):
         self.names = ["boxes", "scores", "classes", "count"]
         #: smallest height and width of a torch.export program, where every feature map is larger
         #: than 1 x 1
-        strides = [shape.stride for shape in self.model.backbone.output_shape().values()]
+        strides = [
+            shape.stride for shape in self.model.backbone.output_shape().values()
+        ]
         self.smallest_side = max(strides) + 1
-        self.register_buffer("score_threshold", torch.tensor(self.head.test_score_thresh))
+        self.register_buffer(
+            "score_threshold", torch.tensor(self.head.test_score_thresh)
+        )
 
     @property
     def head(self) -> Any:
@@ -93,7 +99,9 @@ class DetectorProgram(nn.Module):
             is_possible.all(),
             "sizes: not positive, or outside of images. Fix: give sizes inside the tensor.",
         )
-        sizes = torch.where(is_possible[:, None], sizes, 0)  # nothing is found in 0 x 0 pixels
+        sizes = torch.where(
+            is_possible[:, None], sizes, 0
+        )  # nothing is found in 0 x 0 pixels
 
         heights, widths = sizes[:, :, None, None, None].unbind(1)
         rows = torch.arange(height)[:, None]
@@ -110,7 +118,9 @@ class DetectorProgram(nn.Module):
         *detections, count = self.detect(features, sizes)
         return *detections, torch.where(is_possible, count, -1)
 
-    def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
+    def detect(
+        self, features: Mapping[str, Tensor], sizes: Tensor
+    ) -> tuple[Tensor, ...]:
         """Compute the outputs from feature maps."""
         raise NotImplementedError
 

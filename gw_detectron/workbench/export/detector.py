@@ -108,7 +108,10 @@ def export_detector(
         written = write_program(program, folder / file)
         report = {**written.description, "norm_layers": norm_counts(model)}
         if sides is not None:
-            report["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
+            report["resized_in_evaluation"] = {
+                "shorter": sides[0],
+                "longer_at_most": sides[1],
+            }
         if percentiles:
             report["scaled_to_8_bits_by_percentiles"] = list(percentiles)
         if one_image:
@@ -136,7 +139,9 @@ class Case:
 
     images: list[Tensor]
     expected: list[Instances]
-    rounding: dict[str, float] = field(default_factory=dict)  # differences of resized pixels
+    rounding: dict[str, float] = field(
+        default_factory=dict
+    )  # differences of resized pixels
 
 
 def reference_cases(
@@ -169,7 +174,9 @@ def reference_cases(
     return cases
 
 
-def _case_of_one(program: OneImageProgram, image: Tensor, resize: ExportedFile | None) -> Case:
+def _case_of_one(
+    program: OneImageProgram, image: Tensor, resize: ExportedFile | None
+) -> Case:
     own = program.resize(image)
     pixels = resize.run(image)[0] if resize else own
     rounding = (pixels - own).square().mean().sqrt().item()
@@ -186,7 +193,9 @@ def check_detections(file: ExportedFile, cases: Iterable[Case]) -> dict[str, Any
     compared: list[dict[str, Any]] = []
     for case in cases:
         pairs = zip(detect(file, case.images), case.expected, strict=True)
-        differences = [_compare(found, expected) | case.rounding for found, expected in pairs]
+        differences = [
+            _compare(found, expected) | case.rounding for found, expected in pairs
+        ]
         sizes = [list(image.shape[1:]) for image in case.images]
         reports.append({"sizes": sizes, "differences": differences})
         compared += differences
@@ -260,7 +269,9 @@ def _to_instances(size: Sequence[int], outputs: Mapping[str, Tensor]) -> Instanc
     if "masks" in outputs:
         masks = outputs["masks"][:count]
         is_pasted = masks.dtype == torch.bool
-        result.pred_masks = masks if is_pasted else masks[:, None]  # as Detectron2 shapes them
+        result.pred_masks = (
+            masks if is_pasted else masks[:, None]
+        )  # as Detectron2 shapes them
     return result
 
 

@@ -84,12 +84,18 @@ def open_onnx(path: Path) -> ExportedFile:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()  # else OMP_NUM_THREADS has no effect
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    options.intra_op_num_threads = (
+        torch.get_num_threads()
+    )  # else OMP_NUM_THREADS has no effect
+    session = onnxruntime.InferenceSession(
+        path, options, providers=["CPUExecutionProvider"]
+    )
     names = [node.name for node in session.get_inputs()]
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        feed = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
+        feed = {
+            name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)
+        }
         return [torch.from_numpy(output) for output in session.run(None, feed)]
 
     metadata = session.get_modelmeta().custom_metadata_map
@@ -118,8 +124,12 @@ def write_program(program: Any, path: Path) -> ExportedFile:
     if path.suffix == ".onnx":
         return _write_onnx(program, exported, path)
 
-    file = io.BytesIO()  # to memory first: torch aborts the process when the disk is full
-    torch.export.save(exported, file, extra_files={DESCRIPTION: json.dumps(program.describe())})
+    file = (
+        io.BytesIO()
+    )  # to memory first: torch aborts the process when the disk is full
+    torch.export.save(
+        exported, file, extra_files={DESCRIPTION: json.dumps(program.describe())}
+    )
     path.write_bytes(file.getbuffer())
     return open_pt2(path)
 
@@ -197,7 +207,10 @@ def write_parity(
         "bytes": path.stat().st_size,
         "source": dict(source or {}),
         **entries,
-        "versions": {"python": platform.python_version(), **package_versions(_PACKAGES)},
+        "versions": {
+            "python": platform.python_version(),
+            **package_versions(_PACKAGES),
+        },
     }
     path.with_name(PARITY).write_text(json.dumps(report, indent=2) + "\n")
     return report

@@ -112,7 +112,9 @@ def _check_part(where: str, part: Any, classes: tuple[type, ...]) -> None:
 
 
 def _refuse(problem: str) -> None:
-    raise ExportError(f"{problem}. Fix: export its backbone (gw-detectron export --backbone).")
+    raise ExportError(
+        f"{problem}. Fix: export its backbone (gw-detectron export --backbone)."
+    )
 
 
 class RCNNProgram(DetectorProgram):
@@ -120,7 +122,9 @@ class RCNNProgram(DetectorProgram):
 
     max_detections_attr = "test_topk_per_image"
 
-    def __init__(self, model: nn.Module, classes: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, classes: Mapping[int, str] | None = None
+    ) -> None:
         super().__init__(model, classes)
         if self.model.roi_heads.mask_on:
             self.names.insert(3, "masks")
@@ -129,7 +133,9 @@ class RCNNProgram(DetectorProgram):
     def head(self) -> Any:
         return self.model.roi_heads.box_predictor
 
-    def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
+    def detect(
+        self, features: Mapping[str, Tensor], sizes: Tensor
+    ) -> tuple[Tensor, ...]:
         heads = self.model.roi_heads
         proposals, is_real = _propose(self.model.proposal_generator, features, sizes)
         boxes, scores = _predict(heads, features, proposals)
@@ -148,7 +154,9 @@ class RCNNProgram(DetectorProgram):
         scores = scores.masked_fill(~is_wanted, NO_BOX).flatten(1)
         classes = torch.arange(num_classes, device=scores.device)
         classes = classes.repeat(proposals.shape[1])
-        scores = suppress(boxes, scores, classes, num_classes, self.head.test_nms_thresh)
+        scores = suppress(
+            boxes, scores, classes, num_classes, self.head.test_nms_thresh
+        )
 
         classes = classes.expand_as(scores)
         boxes, scores, classes, count = self.select(boxes, scores, classes)
@@ -167,7 +175,9 @@ class RetinaNetProgram(DetectorProgram):
     def head(self) -> Any:
         return self.model
 
-    def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
+    def detect(
+        self, features: Mapping[str, Tensor], sizes: Tensor
+    ) -> tuple[Tensor, ...]:
         model = self.model
         maps = [features[name] for name in model.head_in_features]
         all_boxes, all_scores, all_classes = [], [], []
@@ -185,7 +195,9 @@ class RetinaNetProgram(DetectorProgram):
         scores = torch.cat(all_scores, 1)
         classes = torch.cat(all_classes, 1)
         boxes, scores = finite_only(boxes, scores)
-        scores = suppress(boxes, scores, classes, model.num_classes, model.test_nms_thresh)
+        scores = suppress(
+            boxes, scores, classes, model.num_classes, model.test_nms_thresh
+        )
         return self.select(clip(boxes, sizes), scores, classes)
 
 
@@ -229,7 +241,9 @@ def _decode(owner: Any, prediction: Tensor, anchors: Tensor, index: Tensor) -> T
     return boxes.view_as(deltas)
 
 
-def _propose(rpn: RPN, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
+def _propose(
+    rpn: RPN, features: Mapping[str, Tensor], sizes: Tensor
+) -> tuple[Tensor, Tensor]:
     """Propose R boxes, (N, R, 4), as ``find_top_rpn_proposals`` does.
 
     The second result tells which rows hold one, (N, R).
@@ -276,7 +290,10 @@ def _predict(
 
 
 def _masks(
-    heads: StandardROIHeads, features: Mapping[str, Tensor], boxes: Tensor, classes: Tensor
+    heads: StandardROIHeads,
+    features: Mapping[str, Tensor],
+    boxes: Tensor,
+    classes: Tensor,
 ) -> Tensor:
     """Return mask probabilities, (N, K, S, S), zeros in rows without a detection.
 

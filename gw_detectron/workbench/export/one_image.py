@@ -36,7 +36,10 @@ class OneImageProgram(nn.Module):
     smallest_side = 2  # torch.export makes a constant of 1
 
     def __init__(
-        self, detector: DetectorProgram, sides: tuple[int, int], paste_masks: bool = False
+        self,
+        detector: DetectorProgram,
+        sides: tuple[int, int],
+        paste_masks: bool = False,
     ) -> None:
         super().__init__()
         if paste_masks and "masks" not in detector.names:

@@ -20,7 +20,9 @@ from ...errors import ConfigError, similar_names
 _USABLE = {
     name: kind
     for name, kind in vars(v2).items()
-    if isinstance(kind, type) and issubclass(kind, v2.Transform) and "forward" not in vars(kind)
+    if isinstance(kind, type)
+    and issubclass(kind, v2.Transform)
+    and "forward" not in vars(kind)
 }
 # which do not exchange left and right keypoints
 _FLIPS = (v2.RandomHorizontalFlip, v2.RandomVerticalFlip)
@@ -61,7 +63,9 @@ def build_augmentations(cfg: CfgNode) -> "list[_TorchvisionAugmentation]":
     No code in them is run. Other calls than of transforms, with plain values, that move boxes and
     masks along are a ConfigError.
     """
-    return [_TorchvisionAugmentation(str(call), cfg) for call in cfg.INPUT.AUGMENTATIONS]
+    return [
+        _TorchvisionAugmentation(str(call), cfg) for call in cfg.INPUT.AUGMENTATIONS
+    ]
 
 
 class _TorchvisionAugmentation(Augmentation):
@@ -90,7 +94,9 @@ class _TorchvisionAugmentation(Augmentation):
         try:
             moved = self.get_transform(np.zeros((600, 600, 3), np.uint8))
         except ValueError as error:
-            if "is larger than input image" in str(error):  # a crop, which may fit the images
+            if "is larger than input image" in str(
+                error
+            ):  # a crop, which may fit the images
                 return
             raise
 
@@ -110,7 +116,9 @@ def _parse_call(call: str) -> v2.Transform:
         raise ValueError(f"not a supported transform.{similar_names(name, _USABLE)}")
 
     arguments = map(ast.literal_eval, node.args)
-    keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+    keywords = {
+        keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords
+    }
     return _USABLE[name](*arguments, **keywords)
 
 
@@ -130,7 +138,9 @@ class _Move(Transform):
 
         drawing = copy.copy(transform)
         drawing.transform = draw
-        order = slice(None, None, -1 if bgr else 1)  # hue and gray values are computed from RGB
+        order = slice(
+            None, None, -1 if bgr else 1
+        )  # hue and gray values are computed from RGB
         channels_first = image[:, :, order].transpose(2, 0, 1).copy()
         pixels = np.asarray(drawing(tv_tensors.Image(torch.from_numpy(channels_first))))
         self._pixels = np.ascontiguousarray(pixels.transpose(1, 2, 0)[:, :, order])

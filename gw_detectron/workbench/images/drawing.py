@@ -20,7 +20,9 @@ _ALPHA = 0.35  # opacity of masks, inside their contours
 _HUE_STEP = (math.sqrt(5) - 1) / 2  # golden ratio of the circle, 222.5 degrees
 
 
-def object_colors(metadata: Metadata, classes: Sequence[int], *, instances: bool) -> list[Any]:
+def object_colors(
+    metadata: Metadata, classes: Sequence[int], *, instances: bool
+) -> list[Any]:
     """Return the RGB color, 0 to 1, of each object.
 
     Objects of a class share the dataset's ``thing_colors``, or unless ``instances`` Detectron2's
@@ -30,7 +32,9 @@ def object_colors(metadata: Metadata, classes: Sequence[int], *, instances: bool
     if given is not None:
         colors = np.asarray(given) / 255
     elif instances:
-        return [hsv_to_rgb((index * _HUE_STEP % 1, 0.9, 1)) for index in range(len(classes))]
+        return [
+            hsv_to_rgb((index * _HUE_STEP % 1, 0.9, 1)) for index in range(len(classes))
+        ]
     else:
         colors = colormap(rgb=True, maximum=1)
     return [colors[index % len(colors)] for index in classes]
@@ -130,7 +134,9 @@ def _hide_labels(output: Any, boxes: np.ndarray, notes: Sequence[str]) -> None:
         place = _move_inside(text, output)
         own = boxes[index] + (-2, -2, 2, 2)
         is_inside = (own[:2] <= place[:2]).all() and (place[2:] <= own[2:]).all()
-        others = shown if is_inside else np.vstack([shown, np.delete(boxes, index, axis=0)])
+        others = (
+            shown if is_inside else np.vstack([shown, np.delete(boxes, index, axis=0)])
+        )
 
         overlaps = (others[:, :2] < place[2:]) & (others[:, 2:] > place[:2])
         is_hidden = overlaps.all(axis=1).any()
@@ -154,7 +160,9 @@ def _move_inside(text: Any, output: Any) -> np.ndarray:
     return np.array([x0, y0, x1, y1]) + np.tile(shift, 2)
 
 
-def draw_predictions(image: np.ndarray, metadata: Metadata, instances: Instances) -> np.ndarray:
+def draw_predictions(
+    image: np.ndarray, metadata: Metadata, instances: Instances
+) -> np.ndarray:
     """Draw the ``Instances`` of a detector, on the CPU; ``pred_masks`` may also be RLE."""
     fields = instances.get_fields()
     masks = fields.get("pred_masks")
@@ -171,7 +179,10 @@ def draw_predictions(image: np.ndarray, metadata: Metadata, instances: Instances
 
 
 def draw_record(
-    image: np.ndarray, metadata: Metadata, record: dict, notes: Sequence[str] | None = None
+    image: np.ndarray,
+    metadata: Metadata,
+    record: dict,
+    notes: Sequence[str] | None = None,
 ) -> np.ndarray:
     """Draw the annotations of a record of Detectron2; they may have a ``score``.
 

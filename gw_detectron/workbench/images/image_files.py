@@ -59,7 +59,9 @@ def read_image(
         )
 
     with _errors_of(path):
-        return detection_utils.read_image(_address(path, percentiles), format=pixel_format)
+        return detection_utils.read_image(
+            _address(path, percentiles), format=pixel_format
+        )
 
 
 class ImageNamingMapper:
@@ -108,7 +110,9 @@ class _EightBitHandler(PathHandler):
     def _get_supported_prefixes(self) -> list[str]:
         return [_SCHEME]
 
-    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
+    def _open(
+        self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any
+    ) -> IO[Any]:
         percentiles, _, name = path.removeprefix(_SCHEME).partition("/")
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(PathManager.open(name, "rb"))
@@ -216,8 +220,16 @@ def _is_plain_tiff(path: str | os.PathLike[str]) -> bool:
         has_8_bits = set(tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,))) == {8}
         # black is 0, or RGB, or YCbCr: others are inverted or palettes
         is_positive = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) in (1, 2, 6)
-        is_multiplied = 1 in tags.get(TiffImagePlugin.EXTRASAMPLES, ())  # by its transparency
-        return is_upright and has_colors and has_8_bits and is_positive and not is_multiplied
+        is_multiplied = 1 in tags.get(
+            TiffImagePlugin.EXTRASAMPLES, ()
+        )  # by its transparency
+        return (
+            is_upright
+            and has_colors
+            and has_8_bits
+            and is_positive
+            and not is_multiplied
+        )
 
 
 class TiffWindows:
@@ -263,7 +275,9 @@ def upright_size(
             return width, height
 
         orientation = 1
-        with contextlib.suppress(Exception):  # damaged: Detectron2 leaves the image as it is
+        with contextlib.suppress(
+            Exception
+        ):  # damaged: Detectron2 leaves the image as it is
             orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
         return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
@@ -289,7 +303,9 @@ def find_images(folder: str | os.PathLike[str]) -> list[Path]:
     roots = [os.fspath(folder)]
     seen = set()
     paths = []
-    for root in roots:  # links are appended: a folder that is also linked keeps its own name
+    for (
+        root
+    ) in roots:  # links are appended: a folder that is also linked keeps its own name
         for place, below, names in os.walk(root):
             real = os.path.realpath(place)
             if real in seen:  # a link to a folder above it
@@ -297,7 +313,9 @@ def find_images(folder: str | os.PathLike[str]) -> list[Path]:
                 continue
 
             seen.add(real)
-            roots += filter(os.path.islink, (os.path.join(place, name) for name in below))
+            roots += filter(
+                os.path.islink, (os.path.join(place, name) for name in below)
+            )
             paths += [Path(place, name) for name in names]
 
     images = sorted(path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES)
@@ -315,7 +333,9 @@ def evenly_spread(items: Sequence[_Item], count: int) -> list[_Item]:
     return [items[index * len(items) // count] for index in range(count)]
 
 
-def evaluation_input(pixels: np.ndarray, cfg: CfgNode, scale: float | None = None) -> Tensor:
+def evaluation_input(
+    pixels: np.ndarray, cfg: CfgNode, scale: float | None = None
+) -> Tensor:
     """Resize pixels, (H, W, 3), as evaluation does, or by a factor; return (3, H', W') float32."""
     height, width = pixels.shape[:2]
     if scale is not None:

@@ -48,7 +48,9 @@ def write_preview(
             content = complete_coco(_drawable(read_json(json_file)))[0]
             records = evenly_spread(_register(content, images, work), limit)
             objects = [row for row in content["annotations"] if not row.get("iscrowd")]
-            write_counts(folder / COUNTS, content["images"], content["categories"], objects)
+            write_counts(
+                folder / COUNTS, content["images"], content["categories"], objects
+            )
         except (
             AssertionError,
             LookupError,

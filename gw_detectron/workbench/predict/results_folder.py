@@ -121,7 +121,9 @@ def find_sources(inputs: Iterable[str | os.PathLike[str]]) -> list[ImageSource]:
             paths += files
 
     if not folders:
-        raise DataError("inputs: none. Fix: give images, a folder, a pattern or a video.")
+        raise DataError(
+            "inputs: none. Fix: give images, a folder, a pattern or a video."
+        )
     shared = os.path.commonpath(folders)
     unique = dict.fromkeys(paths)
     return [ImageSource(Path(path), os.path.relpath(path, shared)) for path in unique]
@@ -147,10 +149,14 @@ class PredictionSummary:
     images: int = 0  # and frames
     detections: int = 0
     seconds: float = 0.0  # for reading, prediction and drawing
-    failed: dict[str, str] = field(default_factory=dict)  # source -> why it was left out
+    failed: dict[str, str] = field(
+        default_factory=dict
+    )  # source -> why it was left out
 
 
-def check_output(output: str | os.PathLike[str], sources: Iterable[ImageSource]) -> None:
+def check_output(
+    output: str | os.PathLike[str], sources: Iterable[ImageSource]
+) -> None:
     """Refuse an output folder with other files than earlier predictions, or with a source."""
     folder = Path(output).resolve()
     check_replaceable(folder, _FILES)
@@ -192,7 +198,11 @@ def write_predictions(
         names = {source.name for source in sources}
         try:
             for source in sources:
-                picture = folder / PICTURES / _picture_name(source, names) if pictures else None
+                picture = (
+                    folder / PICTURES / _picture_name(source, names)
+                    if pictures
+                    else None
+                )
                 try:
                     for entry, instances in _predict(predictor, source, picture):
                         predictions.add(entry, instances)
@@ -202,7 +212,9 @@ def write_predictions(
 
             if not predictions.images:
                 reason = next(iter(summary.failed.values()), "")  # of the first one
-                raise DataError(f"inputs ({len(sources)}): none can be predicted: {reason}")
+                raise DataError(
+                    f"inputs ({len(sources)}): none can be predicted: {reason}"
+                )
             predictions.write(folder)
         except BaseException:  # also Ctrl-C
             if predictions.images:
@@ -271,7 +283,9 @@ class _Predictions:
         """Add an image, by its entry in ``images.json``, and its objects."""
         number = len(self.images) + 1
         self.images.append({"id": number, **entry})
-        place = {key: value for key, value in entry.items() if key in ("file_name", "frame")}
+        place = {
+            key: value for key, value in entry.items() if key in ("file_name", "frame")
+        }
         for result in _coco_results(instances, number):
             index = result.pop("category_id")
             unnamed = {"id": index, "name": str(index)}
@@ -341,7 +355,9 @@ class _Drawer:
     A video has the size of its first frame. Without a path, nothing is drawn.
     """
 
-    def __init__(self, source: ImageSource, path: Path | None, metadata: Metadata) -> None:
+    def __init__(
+        self, source: ImageSource, path: Path | None, metadata: Metadata
+    ) -> None:
         self.source = source
         self.path = path
         self.metadata = metadata

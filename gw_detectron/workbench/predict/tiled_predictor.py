@@ -118,7 +118,9 @@ class TiledPredictor:
         tile = self.predictor.input(image[: self.tile, : self.tile])
         scale = max(tile["image"].shape[1:]) / max(tile["height"], tile["width"])
         windows = self.measured_windows(image, scale)
-        for window in progress_bar(windows, desc="statistics", unit="window", leave=False):
+        for window in progress_bar(
+            windows, desc="statistics", unit="window", leave=False
+        ):
             pixels = self.predictor.input(image[window], scale)["image"]
             inputs = [{"image": pixels}]  # no size: results stay small
             with torch.no_grad(), statistics.gather():
@@ -161,8 +163,12 @@ def _equal_parts(size: int, largest: int) -> list[slice]:
 def _in_image(instances: Instances, window: Window, size: tuple[int, int]) -> Instances:
     """Move the detections of a tile to their place in the image."""
     top, left = window[0].start, window[1].start
-    moved = Instances(size, scores=instances.scores, pred_classes=instances.pred_classes)
-    moved.pred_boxes = Boxes(instances.pred_boxes.tensor + torch.tensor([left, top, left, top]))
+    moved = Instances(
+        size, scores=instances.scores, pred_classes=instances.pred_classes
+    )
+    moved.pred_boxes = Boxes(
+        instances.pred_boxes.tensor + torch.tensor([left, top, left, top])
+    )
     if instances.has("pred_keypoints"):
         moved.pred_keypoints = instances.pred_keypoints + torch.tensor([left, top, 0])
     if instances.has("pred_masks"):
@@ -171,7 +177,9 @@ def _in_image(instances: Instances, window: Window, size: tuple[int, int]) -> In
     return moved
 
 
-def _rle(mask: np.ndarray, top: int, left: int, size: tuple[int, int]) -> dict[str, Any]:
+def _rle(
+    mask: np.ndarray, top: int, left: int, size: tuple[int, int]
+) -> dict[str, Any]:
     """Encode a mask that lies in an image, from the columns that it covers alone."""
     height, width = size
     columns = np.flatnonzero(mask.any(axis=0))
@@ -183,7 +191,9 @@ def _rle(mask: np.ndarray, top: int, left: int, size: tuple[int, int]) -> dict[s
     edges = np.flatnonzero(np.diff(strip.ravel("F"), prepend=False, append=False))
     edges += (left + first) * height
     counts = np.diff(edges, prepend=0, append=height * width).tolist()
-    return mask_util.frPyObjects({"size": [height, width], "counts": counts}, height, width)
+    return mask_util.frPyObjects(
+        {"size": [height, width], "counts": counts}, height, width
+    )
 
 
 def _merged(tiles: list[Instances], windows: Sequence[Window]) -> Instances:
@@ -248,11 +258,15 @@ def _agreeing_pairs(
         iou = box_iou(seen[: len(first)], seen[len(first) :])
         iou *= classes[first, None] == classes[second]
         for row, column in (iou >= _SAME_OBJECT).nonzero().tolist():
-            pairs.append((float(iou[row, column]), int(first[row]), int(second[column])))
+            pairs.append(
+                (float(iou[row, column]), int(first[row]), int(second[column]))
+            )
     return pairs
 
 
-def _groups(pairs: Iterable[tuple[float, int, int]], tile_of: Sequence[int]) -> list[list[int]]:
+def _groups(
+    pairs: Iterable[tuple[float, int, int]], tile_of: Sequence[int]
+) -> list[list[int]]:
     """Group the detections of one object, the surest pairs first; all are of different tiles."""
     group_of = [[index] for index in range(len(tile_of))]
     for _, first, second in sorted(pairs, reverse=True):

@@ -60,4 +60,6 @@ def write_report(
     numbers["missing"] = [
         {"parts": parts, "reason": reason} for reason, parts in reasons.items()
     ]
-    return write_folder(output, _FILES, f"Run {run.folder.resolve().name}", sections, numbers)
+    return write_folder(
+        output, _FILES, f"Run {run.folder.resolve().name}", sections, numbers
+    )

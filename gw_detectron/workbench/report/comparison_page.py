@@ -109,7 +109,9 @@ def _open_runs(folders: Sequence[str | os.PathLike[str]]) -> dict[str, RunFolder
         )
     names = [path.name for path in paths]
     labels = names if len(set(names)) == len(names) else list(map(str, folders))
-    runs = {label: RunFolder(folder) for label, folder in zip(labels, folders, strict=True)}
+    runs = {
+        label: RunFolder(folder) for label, folder in zip(labels, folders, strict=True)
+    }
 
     first = labels[0]
     expected = _ground_truth(runs[first])
@@ -140,7 +142,9 @@ def _score_curves(run: RunFolder, label: str, style: Mapping[str, Any]) -> list[
     return curves
 
 
-def _class_tables(classes: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Table]:
+def _class_tables(
+    classes: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> list[Table]:
     """List AP of each class and task, and the difference to the first run."""
     first, *others = classes
     tables = []
@@ -152,7 +156,9 @@ def _class_tables(classes: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> lis
         for name, row in classes[first].items():
             cells = {column: name, "objects": row["objects"], first: row[column]}
             for other in others:
-                cells[other] = _with_difference(classes[other][name][column], row[column])
+                cells[other] = _with_difference(
+                    classes[other][name][column], row[column]
+                )
             rows.append(cells)
         tables.append(Table.from_rows(rows))
     return tables

@@ -75,7 +75,9 @@ class Detections:
 
     cfg: CfgNode
     metadata: Metadata
-    records: Mapping[Any, dict[str, Any]]  # image id -> record in Detectron2's dataset format
+    records: Mapping[
+        Any, dict[str, Any]
+    ]  # image id -> record in Detectron2's dataset format
     truth: COCO
     results: Sequence[Entry]
     tasks: Sequence[str]  # of bbox, segm and keypoints
@@ -83,7 +85,10 @@ class Detections:
     @property
     def classes(self) -> dict[int, str]:
         """Category id -> name, in the order of the model's classes."""
-        return {number: self.truth.cats[number]["name"] for number in sorted(self.truth.cats)}
+        return {
+            number: self.truth.cats[number]["name"]
+            for number in sorted(self.truth.cats)
+        }
 
     def file_of(self, image: ImageMatches) -> str:
         return self.truth.imgs[image.image_id]["file_name"]
@@ -92,7 +97,9 @@ class Detections:
     def objects(self) -> list[Entry]:
         """The annotations that can be found: no crowds."""
         annotations = self.truth.anns.values()
-        return [annotation for annotation in annotations if not annotation.get("iscrowd")]
+        return [
+            annotation for annotation in annotations if not annotation.get("iscrowd")
+        ]
 
     @cached_property
     def evaluations(self) -> dict[str, COCOeval]:
@@ -101,7 +108,9 @@ class Detections:
         for task in self.tasks:
             evaluation = self._evaluation(self.results, task)
             if task == "keypoints" and self.cfg.TEST.KEYPOINT_OKS_SIGMAS:  # else COCO's
-                evaluation.params.kpt_oks_sigmas = np.array(self.cfg.TEST.KEYPOINT_OKS_SIGMAS)
+                evaluation.params.kpt_oks_sigmas = np.array(
+                    self.cfg.TEST.KEYPOINT_OKS_SIGMAS
+                )
 
             with _quiet():
                 evaluation.evaluate()
@@ -150,7 +159,9 @@ class Detections:
         It is that at an IoU, or the mean over COCO's IoUs.
         """
         evaluation = self.evaluations[task]
-        values = evaluation.eval["precision"][:, :, :, 0, -1]  # (IoUs, recalls, classes)
+        values = evaluation.eval["precision"][
+            :, :, :, 0, -1
+        ]  # (IoUs, recalls, classes)
         values = np.where(values < 0, np.nan, values)
         if iou is None:
             return values.mean(0)
@@ -194,7 +205,9 @@ class Detections:
             evaluation.evaluate()
 
         pairs = zip(sorted(self.truth.imgs), evaluation.evalImgs, strict=True)
-        return [self._sort_out(image_id, matches, results) for image_id, matches in pairs]
+        return [
+            self._sort_out(image_id, matches, results) for image_id, matches in pairs
+        ]
 
     def _sort_out(
         self, image_id: Any, found: dict | None, results: Sequence[Entry]
@@ -221,10 +234,14 @@ class Detections:
                 image.matches.append(Match(MISSED, None, annotation))
         return image
 
-    def draw(self, image_id: Any, objects: Sequence[Entry], notes: Sequence[str]) -> np.ndarray:
+    def draw(
+        self, image_id: Any, objects: Sequence[Entry], notes: Sequence[str]
+    ) -> np.ndarray:
         """Draw annotations or detections on their image, with notes."""
         hidden = {
-            task.result_key for name, task in COCO_TASKS.items() if name not in self.tasks
+            task.result_key
+            for name, task in COCO_TASKS.items()
+            if name not in self.tasks
         }
         shown = []
         for one in objects:
@@ -260,7 +277,9 @@ def _reason(annotation: Entry, found: Iterable[Entry]) -> str:
     return _by_overlap(annotation, of_class, (NEIGHBOR, other, other))
 
 
-def _by_overlap(one: Entry, others: Iterable[Entry], names: tuple[str, str, str]) -> str:
+def _by_overlap(
+    one: Entry, others: Iterable[Entry], names: tuple[str, str, str]
+) -> str:
     """Return a name by the largest IoU of a box with others: high, low or none."""
     overlaps = mask.iou([other["bbox"] for other in others], [one["bbox"]], [0])
     overlap = np.max(overlaps, initial=0)

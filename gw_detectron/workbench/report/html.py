@@ -75,7 +75,10 @@ th:first-child, td:first-child, .facts td { text-align: left; vertical-align: to
 
 
 def write_page(
-    path: Path, title: str, sections: Mapping[str, Section], missing: Sequence[Mapping] = ()
+    path: Path,
+    title: str,
+    sections: Mapping[str, Section],
+    missing: Sequence[Mapping] = (),
 ) -> None:
     """Write a page atomically.
 

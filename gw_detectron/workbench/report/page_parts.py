@@ -82,7 +82,9 @@ def make_axes(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def plot_lines(lines: Iterable[Line], *, best: int | None = None, **settings: Any) -> Picture:
+def plot_lines(
+    lines: Iterable[Line], *, best: int | None = None, **settings: Any
+) -> Picture:
     """Plot lines with a legend, and a dotted one at the ``best`` iteration.
 
     ``settings``, such as ``xlabel``, go to ``Axes.set``.
@@ -97,7 +99,9 @@ def plot_lines(lines: Iterable[Line], *, best: int | None = None, **settings: An
             axes.axvline(best, color="gray", linestyle=":", label="best")
         axes.legend(fontsize="small")
     else:
-        axes.text(0.5, 0.5, "none logged", ha="center", va="center", transform=axes.transAxes)
+        axes.text(
+            0.5, 0.5, "none logged", ha="center", va="center", transform=axes.transAxes
+        )
 
     axes.set(**settings)
     return Picture.from_figure(figure)

@@ -17,7 +17,13 @@ from detectron2.utils.file_io import PathManager
 from pycocotools.coco import COCO
 
 from ...config import read_config
-from ...errors import ConfigError, DataError, MissingFileError, check_minimum, summarize_names
+from ...errors import (
+    ConfigError,
+    DataError,
+    MissingFileError,
+    check_minimum,
+    summarize_names,
+)
 from ...weights import best_checkpoint
 from ...weights.opening import BEST_CHECKPOINT
 from ..dataset.coco_scores import COCO_TASKS
@@ -44,14 +50,18 @@ class RunFolder:
     ) -> None:
         check_minimum("--images", images)
         if not 0 <= score <= 1:
-            raise ConfigError(f"--score ({score}): not between 0 and 1. Fix: give e.g. 0.5.")
+            raise ConfigError(
+                f"--score ({score}): not between 0 and 1. Fix: give e.g. 0.5."
+            )
         self.folder = Path(folder)
         self.images = images
         self.score = score
 
         evaluated = self.folder / "inference" / "config.yaml"
         self.is_evaluated = evaluated.is_file()
-        self.config_file = evaluated if self.is_evaluated else self.folder / "config.yaml"
+        self.config_file = (
+            evaluated if self.is_evaluated else self.folder / "config.yaml"
+        )
         if not self.config_file.is_file():
             raise MissingFileError(
                 f"RUN ('{folder}'): no config.yaml. Fix: give the OUTPUT_DIR of a run of "
@@ -73,7 +83,9 @@ class RunFolder:
     def logged(self, name: str) -> list[tuple[int, float]]:
         """Return the iterations of the records with a metric, and its values."""
         return [
-            (record["iteration"], record[name]) for record in self.metrics if name in record
+            (record["iteration"], record[name])
+            for record in self.metrics
+            if name in record
         ]
 
     @property
@@ -144,7 +156,9 @@ class RunFolder:
             records=records,
             truth=truth,
             results=results,
-            tasks=[name for name, task in COCO_TASKS.items() if task.result_key in complete],
+            tasks=[
+                name for name, task in COCO_TASKS.items() if task.result_key in complete
+            ],
         )
 
     def _results(self, truth: COCO) -> list[dict[str, Any]]:
@@ -168,7 +182,12 @@ class RunFolder:
 
     def _evaluation_command(self) -> list[str]:
         if self.is_evaluated:  # perhaps without a training in the folder
-            run = ["--config-file", str(self.config_file), "OUTPUT_DIR", str(self.folder)]
+            run = [
+                "--config-file",
+                str(self.config_file),
+                "OUTPUT_DIR",
+                str(self.folder),
+            ]
         else:
             run = [str(self.folder)]
         return ["gw-detectron", "eval", *run]

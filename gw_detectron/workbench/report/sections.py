@@ -160,9 +160,7 @@ def average_precision(run: RunFolder) -> Section:
                 row[column] = None if np.isnan(value) else float(value)
 
     images = len(found.truth.imgs)
-    text = (
-        f"{len(found.results)} detections on {images} images of {run.dataset}. AP in percent."
-    )
+    text = f"{len(found.results)} detections on {images} images of {run.dataset}. AP in percent."
     return Section(rows, text, tables=[Table.from_rows(rows)])
 
 
@@ -211,7 +209,9 @@ def predictions(run: RunFolder) -> Section:
 
 def errors(run: RunFolder) -> Section:
     """Count the kinds of errors, and draw the images with the most errors."""
-    kinds = {kind: sum(len(image.of_kind(kind)) for image in run.matches) for kind in KINDS}
+    kinds = {
+        kind: sum(len(image.of_kind(kind)) for image in run.matches) for kind in KINDS
+    }
     confusion, counts = _confusion(run)
 
     worst = sorted(run.matches, key=lambda image: -image.errors)[: run.images]

@@ -5,4 +5,11 @@ from .run_datasets import use_recorded_datasets
 from .train import main, prepare
 from .trainer import Trainer
 
-__all__ = ["DatasetFlags", "RunRequest", "Trainer", "main", "prepare", "use_recorded_datasets"]
+__all__ = [
+    "DatasetFlags",
+    "RunRequest",
+    "Trainer",
+    "main",
+    "prepare",
+    "use_recorded_datasets",
+]

@@ -216,7 +216,9 @@ def _tasks(cfg: CfgNode) -> list[str]:
     return tasks
 
 
-def _check_evaluation(cfg: CfgNode, model: nn.Module | None, report: CheckReport) -> None:
+def _check_evaluation(
+    cfg: CfgNode, model: nn.Module | None, report: CheckReport
+) -> None:
     """Check what would stop an evaluation, perhaps after a whole training."""
     # GeneralizedRCNNWithTTA refuses other models, and leaves out predictions of PanopticFPN
     is_rcnn = isinstance(model, GeneralizedRCNN) and not isinstance(model, PanopticFPN)

@@ -156,7 +156,9 @@ def validation_losses(cfg: CfgNode, model: nn.Module, seed: int) -> dict[str, fl
 
     seed_generators(seed, VALIDATION, comm.get_rank())
     attributes = vars(model)
-    normalizer = {name: attributes[name] for name in [LOSS_NORMALIZER] if name in attributes}
+    normalizer = {
+        name: attributes[name] for name in [LOSS_NORMALIZER] if name in attributes
+    }
     sums: dict[str, float] = defaultdict(float)
     with _computing_losses(model), no_grad(), EventStorage(1):
         for batch in data:
@@ -170,7 +172,9 @@ def validation_losses(cfg: CfgNode, model: nn.Module, seed: int) -> dict[str, fl
     for part in comm.all_gather(sums):  # of all processes; one may have no image
         for name, value in part.items():
             totals[name] += value
-    means = {f"validation/{name}": value / len(records) for name, value in totals.items()}
+    means = {
+        f"validation/{name}": value / len(records) for name, value in totals.items()
+    }
     return {**means, "validation/total_loss": sum(means.values())}
 
 

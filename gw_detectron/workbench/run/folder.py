@@ -19,11 +19,11 @@ from ..dataset.dataset_checks import CheckReport
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.json"  # to which a trainer appends
-PREDICTIONS = (
-    "coco_instances_results.json"  # of Detectron2's evaluator, in its folder "inference"
-)
+PREDICTIONS = "coco_instances_results.json"  # of Detectron2's evaluator, in its folder "inference"
 BEST_PREDICTIONS = "model_best_results.json"  # predictions of model_best.pth, beside it
-CONVERTED = "_coco_format.json"  # ends the names of annotations that Detectron2 has converted
+CONVERTED = (
+    "_coco_format.json"  # ends the names of annotations that Detectron2 has converted
+)
 _LOCK = ".training.lock"
 _DETECTORS = (
     "last_checkpoint",
@@ -31,7 +31,11 @@ _DETECTORS = (
     BEST_CHECKPOINT,
 )  # by which later commands find one
 # Detectron2 would reuse the converted annotations even if the dataset has changed.
-_EVALUATION = (f"inference/{PREDICTIONS}", "inference/config.yaml", f"inference/*{CONVERTED}*")
+_EVALUATION = (
+    f"inference/{PREDICTIONS}",
+    "inference/config.yaml",
+    f"inference/*{CONVERTED}*",
+)
 # config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own. So does log.txt.
 _RUN = ("last_checkpoint", "model_*.pth", METRICS, "events.out.tfevents.*")
 _FOLDERS = ("inference", "inference_TTA", "report")
@@ -94,7 +98,9 @@ def check_output(
                 f"TEST.BEST (''): the run kept {BEST_CHECKPOINT} by a score, and commands would take it also later. "
                 "Fix: set TEST.BEST as in that run, or move the file elsewhere."
             )
-    elif resume and any(path.name != BEST_CHECKPOINT for path in Path(folder).glob("*.pth")):
+    elif resume and any(
+        path.name != BEST_CHECKPOINT for path in Path(folder).glob("*.pth")
+    ):
         report.errors.append(
             f"--resume: '{folder}/last_checkpoint', which names the checkpoint, is missing. "
             f"{_other_checkpoint(folder, start)}"

@@ -36,7 +36,9 @@ from .folder import BEST_PREDICTIONS, PREDICTIONS
 
 log = logging.getLogger(__name__)
 
-_REPEAT_SECONDS = 1.0  # torchrun sends a Ctrl-C of the terminal to its processes a second time
+_REPEAT_SECONDS = (
+    1.0  # torchrun sends a Ctrl-C of the terminal to its processes a second time
+)
 _STABILIZE = (
     "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set "
     "SOLVER.CLIP_GRADIENTS.ENABLED True"
@@ -84,7 +86,9 @@ class SignalHook(HookBase):
         now = time.monotonic()
         if self.received:
             if number == signal.SIGINT and now - self._received_at > _REPEAT_SECONDS:
-                raise Interrupted(number, "Stopped by a second Ctrl-C, without a checkpoint.")
+                raise Interrupted(
+                    number, "Stopped by a second Ctrl-C, without a checkpoint."
+                )
             return
 
         self.received = number
@@ -102,7 +106,9 @@ class SignalHook(HookBase):
         self.received = number
         finished = self.trainer.iter
         checkpointer = self.trainer.checkpointer
-        if (finished + 1) % self.checkpoint_period and finished + 1 < self.trainer.max_iter:
+        if (
+            finished + 1
+        ) % self.checkpoint_period and finished + 1 < self.trainer.max_iter:
             checkpointer.save(f"model_{finished:07d}", iteration=finished)
 
         stop = Interrupted(number)
@@ -137,7 +143,9 @@ class LossGuard:
         self._batch = args[0]
 
     def _check(self, module: nn.Module, args: tuple, losses: Any) -> None:
-        if not (module.training and torch.is_grad_enabled() and isinstance(losses, dict)):
+        if not (
+            module.training and torch.is_grad_enabled() and isinstance(losses, dict)
+        ):
             return
 
         # one synchronization with the device, where the heads have just caused several
@@ -200,7 +208,9 @@ class LossGuard:
             contextlib.suppress(Exception),
             register_module_forward_hook(note_bad),
             torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),  # compiled modules do not call new hooks
+            torch.compiler.set_stance(
+                "force_eager"
+            ),  # compiled modules do not call new hooks
             EventStorage(),
             torch.autocast(next(self.model.parameters()).device.type, enabled=autocast),
         ):
@@ -237,7 +247,9 @@ class WeightAverage(HookBase):
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._model = model
         self._decay = decay
-        self._average = AveragedModel(model, multi_avg_fn=self._update, use_buffers=True)
+        self._average = AveragedModel(
+            model, multi_avg_fn=self._update, use_buffers=True
+        )
         self.averaged: nn.Module = self._average.module
 
     def _update(self, averages: Any, values: Any, count: Tensor | int) -> None:
@@ -252,7 +264,10 @@ class WeightAverage(HookBase):
         self._model.load_state_dict(self.averaged.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": int(self._average.n_averaged), "weights": self._model.state_dict()}
+        return {
+            "count": int(self._average.n_averaged),
+            "weights": self._model.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._average.n_averaged.fill_(int(state["count"]))
@@ -282,7 +297,9 @@ class BestWeights(BestCheckpointer):
         at_end: Sequence[EvalHook] = (),
     ) -> None:
         record = checkpointer.checkpointables[RUN_RECORD_KEY]
-        best = _BestCheckpointer(checkpointer.model, cfg.OUTPUT_DIR, **{RUN_RECORD_KEY: record})
+        best = _BestCheckpointer(
+            checkpointer.model, cfg.OUTPUT_DIR, **{RUN_RECORD_KEY: record}
+        )
         best.path_manager = checkpointer.path_manager
         # a dataset of this name has scores such as validation/bbox/AP
         is_loss = cfg.TEST.BEST.rpartition("/")[0] == "validation"
@@ -312,7 +329,9 @@ class BestWeights(BestCheckpointer):
         )  # as after the last step of the checkpoint
 
         # a finished run has written its checkpoint before its last evaluation
-        finished = trainer.checkpointer.get_checkpoint_file().endswith("model_final.pth")
+        finished = trainer.checkpointer.get_checkpoint_file().endswith(
+            "model_final.pth"
+        )
         was_due = finished or start % self._period == 0
         if was_due and self._last_iter + 1 < start < trainer.max_iter:
             for hook in self._evaluations:

@@ -43,7 +43,9 @@ class _PlainFormatter(logging.Formatter):
         return _ANSI.sub("", super().format(record))
 
     def formatException(self, ei: Any) -> str:
-        return message_of(ei[1]) if is_user_error(ei[1]) else super().formatException(ei)
+        return (
+            message_of(ei[1]) if is_user_error(ei[1]) else super().formatException(ei)
+        )
 
 
 class _FileHandler(logging.FileHandler):
@@ -73,18 +75,24 @@ def log_to(folder: str) -> None:
     their handlers.
     """
     # Detectron2's RLE
-    warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+    warnings.filterwarnings(
+        "ignore", "The given NumPy array is not writable", UserWarning
+    )
 
     rank = comm.get_rank()
     path = os.path.join(folder, f"log.txt.rank{rank}" if rank else "log.txt")
     file = _FileHandler(path, encoding="utf-8")
     file.setFormatter(
-        _PlainFormatter("[%(asctime)s] %(name)s %(levelname)s: %(message)s", "%m/%d %H:%M:%S")
+        _PlainFormatter(
+            "[%(asctime)s] %(name)s %(levelname)s: %(message)s", "%m/%d %H:%M:%S"
+        )
     )
     handlers: list[logging.Handler] = [file]
     if rank == 0:
         screen = _ScreenHandler(logging.INFO)
-        screen.setFormatter(_PlainFormatter("[%(asctime)s] %(prefix)s%(message)s", "%H:%M:%S"))
+        screen.setFormatter(
+            _PlainFormatter("[%(asctime)s] %(prefix)s%(message)s", "%H:%M:%S")
+        )
         handlers.append(screen)
 
     for logger in map(logging.getLogger, _LOGGERS):
@@ -159,9 +167,13 @@ class TrackerWriter(EventWriter):
 
     def write(self) -> None:
         steps: dict[int, dict[str, float]] = defaultdict(dict)
-        for name, (value, step) in get_event_storage().latest_with_smoothing_hint(20).items():
+        for name, (value, step) in (
+            get_event_storage().latest_with_smoothing_hint(20).items()
+        ):
             if step > self._last:
-                steps[step][re.sub(r"[^\w\-./ ]", "_", name)] = value  # of MLflow's characters
+                steps[step][re.sub(r"[^\w\-./ ]", "_", name)] = (
+                    value  # of MLflow's characters
+                )
 
         self._last = max(steps, default=self._last)
         for step in sorted(steps):
@@ -175,7 +187,9 @@ class TrackerWriter(EventWriter):
             call(*args, **kwargs)
         except Exception as error:
             log.warning(
-                "TRACKER: metrics of iteration %d may be missing there: %s", self._last, error
+                "TRACKER: metrics of iteration %d may be missing there: %s",
+                self._last,
+                error,
             )
 
 

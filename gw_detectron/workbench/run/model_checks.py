@@ -20,7 +20,9 @@ from ...weights.recording import PREPROCESSING_DIFFERS, check_against_record
 from ..dataset.dataset_checks import CheckReport
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
-_ZOO = r"(^detectron2:/|/detectron2)/(COCO|LVIS|Cityscapes|PascalVOC)[^/]*/"  # detectors
+_ZOO = (
+    r"(^detectron2:/|/detectron2)/(COCO|LVIS|Cityscapes|PascalVOC)[^/]*/"  # detectors
+)
 # part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package
 _PREPROCESSING = {
     r"^gw://imagenet/": PREPROCESSING["torchvision"],
@@ -62,7 +64,9 @@ def check_model(
 def _check_frozen_norms(
     cfg: CfgNode, model: nn.Module, report: CheckReport, from_scratch: bool
 ) -> None:
-    frozen = [name for name, module in model.named_modules() if isinstance(module, _FROZEN)]
+    frozen = [
+        name for name, module in model.named_modules() if isinstance(module, _FROZEN)
+    ]
     # with FREEZE_AT it is reported already
     if from_scratch and frozen and cfg.MODEL.BACKBONE.FREEZE_AT == 0:
         report.errors.append(
@@ -82,8 +86,12 @@ def _check_frozen_norms(
 
 def _norm_keys(cfg: CfgNode, model: nn.Module, layers: Sequence[str]) -> str:
     """Name the config keys that gave layers their norm."""
-    kinds = {str(norm_spec(model.get_submodule(name))).partition(":")[0] for name in layers}
-    keys = [key for key in NORM_KEYS if str(get_value(cfg, key)).partition(":")[0] in kinds]
+    kinds = {
+        str(norm_spec(model.get_submodule(name))).partition(":")[0] for name in layers
+    }
+    keys = [
+        key for key in NORM_KEYS if str(get_value(cfg, key)).partition(":")[0] in kinds
+    ]
     return " and ".join(keys) or "NORM"
 
 
@@ -156,11 +164,15 @@ def _known_preprocessing(start: LazyCheckpoint) -> list[Preprocessing]:
     ]
 
 
-def _check_resumed(checkpoint: Checkpoint, model: nn.Module, report: CheckReport) -> None:
+def _check_resumed(
+    checkpoint: Checkpoint, model: nn.Module, report: CheckReport
+) -> None:
     """Refuse to resume the checkpoint of another detector."""
     theirs = {name: tuple(value.shape) for name, value in checkpoint.tensors.items()}
     ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    tensors = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+    tensors = [
+        name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)
+    ]
     norms = norm_differences(checkpoint, model)
     differences = []
     if tensors:
@@ -206,11 +218,16 @@ def _check_norms(
         )
 
 
-def _check_preprocessing(cfg: CfgNode, images: Preprocessing, report: CheckReport) -> None:
+def _check_preprocessing(
+    cfg: CfgNode, images: Preprocessing, report: CheckReport
+) -> None:
     changes = []
     if images.input_format != cfg.INPUT.FORMAT:
         changes.append(f"INPUT.FORMAT {images.input_format}")
-    for key, wanted in (("PIXEL_MEAN", images.pixel_mean), ("PIXEL_STD", images.pixel_std)):
+    for key, wanted in (
+        ("PIXEL_MEAN", images.pixel_mean),
+        ("PIXEL_STD", images.pixel_std),
+    ):
         pairs = zip(cfg.MODEL[key], wanted, strict=False)
         if any(abs(given - value) >= 0.05 for given, value in pairs):
             changes.append(f'MODEL.{key} "{list(wanted)}"')

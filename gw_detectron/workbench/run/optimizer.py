@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from detectron2.engine import AMPTrainer, SimpleTrainer
-from detectron2.solver.build import get_default_optimizer_params as detectron2_optimizer_params
+from detectron2.solver.build import (
+    get_default_optimizer_params as detectron2_optimizer_params,
+)
 from torch import Tensor, nn
 
 from ...norms.names import norm_spec
@@ -83,7 +85,9 @@ def accumulated_step(trainer: SimpleTrainer, batches: int) -> None:
     device = next(trainer.model.parameters()).device.type
     mixed = isinstance(trainer, AMPTrainer)
     precision = getattr(trainer, "precision", None)  # after v0.6; None is the default
-    scaler = trainer.grad_scaler if mixed else torch.amp.GradScaler(device, enabled=False)
+    scaler = (
+        trainer.grad_scaler if mixed else torch.amp.GradScaler(device, enabled=False)
+    )
     # of DistributedDataParallel
     without_exchange = getattr(trainer.model, "no_sync", contextlib.nullcontext)
 

@@ -82,7 +82,9 @@ def _lost_processes_reported(args: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        lost = isinstance(error, dist.DistError) or _GLOO_CONNECTION_LOST.search(str(error))
+        lost = isinstance(error, dist.DistError) or _GLOO_CONNECTION_LOST.search(
+            str(error)
+        )
         if not lost:
             raise
         raise RunError(

@@ -38,7 +38,9 @@ class DatasetFlags:
         if not given:
             return None
 
-        if self.train_json is None and (self.val_json is None or self.val_fraction is not None):
+        if self.train_json is None and (
+            self.val_json is None or self.val_fraction is not None
+        ):
             raise ConfigError(f"{given[0]}: needs --train-json.")
         if self.train_json is not None and (self.val_json is None) == (
             self.val_fraction is None

@@ -36,7 +36,9 @@ def use_datasets(cfg: CfgNode, request: RunRequest) -> None:
 
     if not (given.train or request.eval_only or request.changes("DATASETS.TRAIN")):
         by_yaml = request.data.datasets is not None
-        flag, missing = ("--datasets", "train") if by_yaml else ("--val-json", "--train-json")
+        flag, missing = (
+            ("--datasets", "train") if by_yaml else ("--val-json", "--train-json")
+        )
         raise ConfigError(
             f"{flag}: no dataset to train on. Fix: give {missing}; to train on the datasets of the config, add "
             f'DATASETS.TRAIN "{cfg.DATASETS.TRAIN}"; to evaluate, use gw-detectron eval.'
@@ -77,7 +79,10 @@ def use_recorded_datasets(
 ) -> None:
     """Register datasets that are unknown from the ``datasets.yaml`` beside a config file."""
     record = Path(config_file).with_name(DATASETS_FILE)
-    if needs_registration((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)) and record.is_file():
+    if (
+        needs_registration((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
+        and record.is_file()
+    ):
         register_datasets(read_datasets(str(record)), folder)
 
 
@@ -88,7 +93,9 @@ def _configs_of_run(cfg: CfgNode, request: RunRequest) -> list[str]:
     if not request.eval_only:
         return []
     configs = [request.config_file]
-    weights = local_file(cfg.MODEL.WEIGHTS)  # of a run whose config was perhaps not given
+    weights = local_file(
+        cfg.MODEL.WEIGHTS
+    )  # of a run whose config was perhaps not given
     if weights:
         configs.append(os.path.join(os.path.dirname(weights), "config.yaml"))
     return list(dict.fromkeys(configs))
@@ -100,7 +107,9 @@ def _check_unseen(given: CocoDatasets, fraction: float, config_file: str) -> Non
     if not record.is_file():
         return
     trained = [
-        data for data in read_datasets(str(record)).train.values() if not data.val_fraction
+        data
+        for data in read_datasets(str(record)).train.values()
+        if not data.val_fraction
     ]
     files = {os.path.realpath(dataset.json) for dataset in trained}
     seen: set[str] = set()
@@ -119,7 +128,9 @@ def _check_unseen(given: CocoDatasets, fraction: float, config_file: str) -> Non
         if not common:
             continue
         images = summarize_names(sorted(map(os.path.basename, common)))
-        reason = f"'{config_file}' was trained on {len(common)} of the images ({images})"
+        reason = (
+            f"'{config_file}' was trained on {len(common)} of the images ({images})"
+        )
         if source.part:
             raise ConfigError(
                 f"--val-fraction ({fraction:g}): {reason}. Fix: give the fraction of that run."
@@ -132,4 +143,6 @@ def _check_unseen(given: CocoDatasets, fraction: float, config_file: str) -> Non
 
 
 def _image_paths(content: Any, root: str) -> set[str]:
-    return {os.path.realpath(os.path.join(root, i["file_name"])) for i in content["images"]}
+    return {
+        os.path.realpath(os.path.join(root, i["file_name"])) for i in content["images"]
+    }

@@ -37,7 +37,9 @@ class RunStart:
 
     cfg: CfgNode
     weights: LazyCheckpoint
-    lock: contextlib.ExitStack  # of the folder; closing it lets another training start there
+    lock: (
+        contextlib.ExitStack
+    )  # of the folder; closing it lets another training start there
     stale: list[Path]  # files of an earlier run or evaluation
     overwrites: bool  # the earlier run goes
 
@@ -77,7 +79,9 @@ def start_run(
             if locks and os.path.isdir(folder):
                 # now: another training could write a newer checkpoint than is opened
                 lock.enter_context(lock_output(folder))
-            weights = open_start_weights(cfg.MODEL.WEIGHTS, folder if may_resume else "")
+            weights = open_start_weights(
+                cfg.MODEL.WEIGHTS, folder if may_resume else ""
+            )
             report = CheckReport()
             if is_main:
                 check_output(
@@ -164,7 +168,9 @@ def _write_record(cfg: CfgNode, folder: str) -> None:
         temporary.write_text(cfg.dump())
 
 
-def check_same_start(model: torch.nn.Module, start: LazyCheckpoint, iteration: int = 0) -> None:
+def check_same_start(
+    model: torch.nn.Module, start: LazyCheckpoint, iteration: int = 0
+) -> None:
     """Require that all processes start with the same weights: each loads its own file."""
     if comm.get_world_size() == 1:
         return

@@ -96,7 +96,11 @@ def prepare(request: RunRequest) -> PreparedRun:
 def _resolved(request: RunRequest) -> RunRequest:
     """Return a request with the path of its config, and with the keys that follow from its RUN."""
     if request.overwrite and (request.resume or request.eval_only):
-        other = "--resume, which continues" if request.resume else "--eval-only, which keeps"
+        other = (
+            "--resume, which continues"
+            if request.resume
+            else "--eval-only, which keeps"
+        )
         raise ConfigError(
             f"--overwrite: given together with {other} the earlier run. Fix: give one of the two."
         )
@@ -134,7 +138,9 @@ def _scale_steps(cfg: CfgNode, max_iter: int) -> None:
         scaled = {step * cfg.SOLVER.MAX_ITER // max_iter for step in steps}
         cfg.SOLVER.STEPS = tuple(sorted(scaled - {0}))
         log.warning(
-            "SOLVER.STEPS %s: scaled to %s with SOLVER.MAX_ITER", steps, cfg.SOLVER.STEPS
+            "SOLVER.STEPS %s: scaled to %s with SOLVER.MAX_ITER",
+            steps,
+            cfg.SOLVER.STEPS,
         )
 
 
@@ -146,7 +152,9 @@ def _use_recipe(cfg: CfgNode, request: RunRequest) -> dict[str, str]:
     if request.eval_only or not (request.auto or request.epochs is not None):
         return {}
     names = [name for name in cfg.DATASETS.TRAIN if name in DatasetCatalog]
-    sources = [source for name in names if (source := open_registered(name)) is not None]
+    sources = [
+        source for name in names if (source := open_registered(name)) is not None
+    ]
     if not sources or len(sources) < len(cfg.DATASETS.TRAIN):
         listed = ", ".join(cfg.DATASETS.TRAIN) or "no dataset"
         raise ConfigError(

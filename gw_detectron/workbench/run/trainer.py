@@ -17,7 +17,13 @@ from detectron2.data import (
     MetadataCatalog,
     build_detection_test_loader,
 )
-from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, create_ddp_model, hooks
+from detectron2.engine import (
+    AMPTrainer,
+    DefaultTrainer,
+    SimpleTrainer,
+    create_ddp_model,
+    hooks,
+)
 from detectron2.engine.train_loop import TrainerBase
 from detectron2.evaluation import (
     COCOPanopticEvaluator,
@@ -59,9 +65,7 @@ from .training_data import TrainingData, build_training_data
 
 log = logging.getLogger(__name__)
 
-_WEIGHTS_ONLY = (
-    "leave out --resume and set MODEL.WEIGHTS to the checkpoint, to load its weights only."
-)
+_WEIGHTS_ONLY = "leave out --resume and set MODEL.WEIGHTS to the checkpoint, to load its weights only."
 
 
 class Trainer(DefaultTrainer):
@@ -125,7 +129,9 @@ class Trainer(DefaultTrainer):
         self._resume = resume
         if leaves_loss_out:
             name = type(self).__name__
-            log.info("TEST.LOSS: left out, because %s overrides build_test_loader", name)
+            log.info(
+                "TEST.LOSS: left out, because %s overrides build_test_loader", name
+            )
 
         self.allow_partial = allow_partial
         with self._start.lock as lock:
@@ -151,7 +157,9 @@ class Trainer(DefaultTrainer):
         loader = self.build_train_loader(cfg)
         self._loss_guard = LossGuard(model)
         device_ids = None if cfg.MODEL.DEVICE == "cpu" else [comm.get_local_rank()]
-        parallel = create_ddp_model(model, broadcast_buffers=False, device_ids=device_ids)
+        parallel = create_ddp_model(
+            model, broadcast_buffers=False, device_ids=device_ids
+        )
         kind = AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer
         self._trainer = kind(parallel, loader, optimizer)
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
@@ -184,11 +192,16 @@ class Trainer(DefaultTrainer):
         return model
 
     @classmethod
-    def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> torch.optim.Optimizer:
+    def build_optimizer(
+        cls, cfg: CfgNode, model: torch.nn.Module
+    ) -> torch.optim.Optimizer:
         optimizer = super().build_optimizer(cfg, model)
         solver = cfg.SOLVER
         optimizer.param_groups = set_norm_decay(
-            optimizer.param_groups, model, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS
+            optimizer.param_groups,
+            model,
+            solver.WEIGHT_DECAY_NORM,
+            solver.WEIGHT_DECAY_BIAS,
         )
         return optimizer
 
@@ -220,7 +233,11 @@ class Trainer(DefaultTrainer):
         if architecture == "SemanticSegmentor":
             return SemSegEvaluator(dataset_name, output_dir=folder)
 
-        tasks = {"bbox": True, "segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
+        tasks = {
+            "bbox": True,
+            "segm": cfg.MODEL.MASK_ON,
+            "keypoints": cfg.MODEL.KEYPOINT_ON,
+        }
         objects = build_coco_evaluator(
             dataset_name,
             folder,
@@ -249,13 +266,17 @@ class Trainer(DefaultTrainer):
         if self._average:
             built.append(self._average)
         if cfg.TEST.PRECISE_BN.ENABLED and get_bn_modules(self.model):
-            data = self.build_train_loader(changed_config(cfg, {"DATALOADER.NUM_WORKERS": 0}))
+            data = self.build_train_loader(
+                changed_config(cfg, {"DATALOADER.NUM_WORKERS": 0})
+            )
             images = cfg.TEST.PRECISE_BN.NUM_ITER
             built.append(hooks.PreciseBN(period, self.checkpointer.model, data, images))
 
         if comm.is_main_process():
             built.append(
-                hooks.PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD)
+                hooks.PeriodicCheckpointer(
+                    self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD
+                )
             )
         self._signals = SignalHook(cfg.SOLVER.CHECKPOINT_PERIOD, period)
         built.append(self._signals)
@@ -289,7 +310,9 @@ class Trainer(DefaultTrainer):
         state["_trainer"] = self._trainer.state_dict()
         state["seed"] = self.record.seed
         if hasattr(self._loss_guard.model, LOSS_NORMALIZER):
-            state[LOSS_NORMALIZER] = float(getattr(self._loss_guard.model, LOSS_NORMALIZER))
+            state[LOSS_NORMALIZER] = float(
+                getattr(self._loss_guard.model, LOSS_NORMALIZER)
+            )
         if isinstance(self.data_loader, TrainingData):
             state["data"] = self.data_loader.state_dict()
         return state
@@ -340,7 +363,9 @@ class Trainer(DefaultTrainer):
             )
             return
         self.data_loader.seed = self.record.seed
-        self.data_loader.load_state_dict(state.get("data", {"batches": state["iteration"] + 1}))
+        self.data_loader.load_state_dict(
+            state.get("data", {"batches": state["iteration"] + 1})
+        )
 
     def resume_or_load(self, resume: bool | None = None) -> LoadReport:
         """Load the last checkpoint of ``OUTPUT_DIR`` with its training state, or ``MODEL.WEIGHTS``.
@@ -393,7 +418,9 @@ class Trainer(DefaultTrainer):
                 self._trainer.iter = self.iter  # after v0.6 its metrics read it
                 accumulated_step(self._trainer, self.cfg.SOLVER.ACCUMULATE)
         except (FloatingPointError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            cause = self._loss_guard.explain(autocast=isinstance(self._trainer, AMPTrainer))
+            cause = self._loss_guard.explain(
+                autocast=isinstance(self._trainer, AMPTrainer)
+            )
             raise NonFiniteError(f"iteration {self.iter}: {error}\n{cause}") from error
 
     def train(self) -> dict | None:
@@ -437,7 +464,9 @@ class Trainer(DefaultTrainer):
         super().after_train()
 
     @classmethod
-    def test(cls, cfg: CfgNode, model: torch.nn.Module, evaluators: Any = None) -> OrderedDict:
+    def test(
+        cls, cfg: CfgNode, model: torch.nn.Module, evaluators: Any = None
+    ) -> OrderedDict:
         """Evaluate on ``DATASETS.TEST``; see Detectron2's ``DefaultTrainer.test``.
 
         All processes use the running statistics of the main one, which checkpoints contain.
@@ -452,7 +481,9 @@ class Trainer(DefaultTrainer):
         """Evaluate with test-time augmentation (``TEST.AUG``); result names end in ``_TTA``."""
         log.info("Running inference with test-time augmentation ...")
         folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
-        evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
+        evaluators = [
+            cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST
+        ]
         results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
         return OrderedDict((f"{key}_TTA", value) for key, value in results.items())
 

@@ -44,7 +44,9 @@ def gw(monkeypatch, capsys):
 
 def get_parser(name, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"gw-detectron {name}"])
-    module = importlib.import_module(f"gw_detectron.workbench.commands.{COMMANDS[name].module}")
+    module = importlib.import_module(
+        f"gw_detectron.workbench.commands.{COMMANDS[name].module}"
+    )
     return module.get_parser(**COMMANDS[name].options)
 
 
@@ -94,7 +96,9 @@ def test_eval_is_train_with_eval_only(gw, monkeypatch):
 
 
 def test_the_module_is_the_command_and_the_end_of_its_pipe_is_quiet():
-    command = f"{sys.executable} -m gw_detectron list norms --config-file {CONFIG} | head -1"
+    command = (
+        f"{sys.executable} -m gw_detectron list norms --config-file {CONFIG} | head -1"
+    )
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True
     )
@@ -201,7 +205,8 @@ def test_a_whole_number_for_a_rate_is_explained(key, value):
 
 
 @pytest.mark.parametrize(
-    "base", [DEMO, f"configs/{DEMO}", "mask_rcnn_R_18_FPN_BN_GW_demo", "['{}', local.yaml]"]
+    "base",
+    [DEMO, f"configs/{DEMO}", "mask_rcnn_R_18_FPN_BN_GW_demo", "['{}', local.yaml]"],
 )
 def test_a_base_may_be_the_name_of_a_shipped_config(tmp_path, base):
     mine = tmp_path / "mine.yaml"
@@ -220,7 +225,9 @@ def test_a_base_may_be_the_name_of_a_shipped_config(tmp_path, base):
 
 def test_flags_may_stand_between_words(monkeypatch):
     predict = get_parser("predict", monkeypatch)
-    args = predict.parse_args(["run", "--tiles", "9", "a", "--output", "x", "--opts", "A"])
+    args = predict.parse_args(
+        ["run", "--tiles", "9", "a", "--output", "x", "--opts", "A"]
+    )
     assert args.inputs == ["a"]
     assert args.tiles == 9
     assert args.opts == ["A"]

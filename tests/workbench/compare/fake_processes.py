@@ -24,7 +24,9 @@ def fake_processes(
     def run(work, folder, threads, gpu, *args):
         folder.mkdir(parents=True, exist_ok=True)
         if work is jobs.measure:
-            result = Costs(times, **{"evaluation": 1.0, "start": 1.0, **costs})._asdict()
+            result = Costs(
+                times, **{"evaluation": 1.0, "start": 1.0, **costs}
+            )._asdict()
         else:
             result = {**args[0]._asdict(), **RESULT, **train(args[0])}
         (folder / processes.RESULT).write_text(json.dumps(result))

@@ -109,7 +109,9 @@ def test_refused_keys_write_nothing(data, tmp_path, flags, keys, named):
 
 # 2 x 3 and 2 x 7 runs of 70 s and more
 @pytest.mark.parametrize(("seeds", "least"), [("1", 8), ("5", 19)])
-def test_minutes_include_starts_and_evaluations(data, tmp_path, monkeypatch, seeds, least):
+def test_minutes_include_starts_and_evaluations(
+    data, tmp_path, monkeypatch, seeds, least
+):
     fake_processes(monkeypatch, {"GN": 0.01, "GW": 0.01}, evaluation=60, start=10)
 
     with pytest.raises(ConfigError, match=rf"--minutes \(7\).* give {least}"):
@@ -117,7 +119,9 @@ def test_minutes_include_starts_and_evaluations(data, tmp_path, monkeypatch, see
 
 
 def result_lines(folder):
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()
+    ]
 
 
 def test_equal_time_can_be_left_out_later(data, tmp_path, monkeypatch):
@@ -159,7 +163,9 @@ def test_jobs_run_side_by_side_and_the_time_decides_about_seeds(
 
 
 @pytest.mark.parametrize("changed", ["val.json", "weights.pth"])
-def test_a_comparison_of_changed_files_is_not_continued(data, tmp_path, monkeypatch, changed):
+def test_a_comparison_of_changed_files_is_not_continued(
+    data, tmp_path, monkeypatch, changed
+):
     fake_processes(monkeypatch, TIMES)
     shutil.copy(data / "val.json", tmp_path)
     torch.save({}, tmp_path / "weights.pth")
@@ -173,7 +179,11 @@ def test_a_comparison_of_changed_files_is_not_continued(data, tmp_path, monkeypa
         str(CONFIG),
         ["GN", "GW"],
         tmp_path / "out",
-        {"datasets": f"{tmp_path}/datasets.yaml", "num_gpus": 0, "ignore_preflight": True},
+        {
+            "datasets": f"{tmp_path}/datasets.yaml",
+            "num_gpus": 0,
+            "ignore_preflight": True,
+        },
         [str(word) for pair in opts.items() for word in pair],
         iterations=4,
     )
@@ -229,7 +239,9 @@ def test_a_comparison_killed_twice_gives_the_same_lines(data, tmp_path):
             "compare",
             *words(data, folder, *flags),
         ]
-        return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, env=environment(), stdout=subprocess.PIPE, text=True
+        )
 
     def lines(folder):
         found = result_lines(folder)

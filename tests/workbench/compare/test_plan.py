@@ -64,7 +64,17 @@ def test_norm_names(norm, expected):
 
 @pytest.mark.parametrize(
     "norm",
-    ["GX", "BN+GW", "BN@S1", "BN+GW@", "BN+@S1", "BN+GW@S9", "GW:steps=3", "+WS", "SEED"],
+    [
+        "GX",
+        "BN+GW",
+        "BN@S1",
+        "BN+GW@",
+        "BN+@S1",
+        "BN+GW@S9",
+        "GW:steps=3",
+        "+WS",
+        "SEED",
+    ],
 )
 def test_other_norm_names_are_refused(norm):
     with pytest.raises(ConfigError, match=re.escape(norm)):

@@ -68,7 +68,12 @@ def test_runs_get_the_gpu_with_the_fewest_runs_and_errors_name_their_cause(
 
 def test_checkpoints_stay_until_the_result_is_there(tmp_path, train):
     (tmp_path / "inference").mkdir()
-    for name in ("model_final.pth", "last_checkpoint", "inference/boxes.pth", "config.yaml"):
+    for name in (
+        "model_final.pth",
+        "last_checkpoint",
+        "inference/boxes.pth",
+        "config.yaml",
+    ):
         (tmp_path / name).touch()
 
     result = train(NonFiniteError("the loss is nan"))

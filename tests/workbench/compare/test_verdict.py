@@ -33,7 +33,10 @@ def test_a_difference_needs_common_seeds():
 
 CASES = {
     "surely ahead": ("GW", {"BN": [20.0, 21.0], "GW": [30.0, 31.1]}),
-    "not surely, and close: the faster one": ("BN", {"BN": [29.0, 33.0], "GW": [31.0, 32.0]}),
+    "not surely, and close: the faster one": (
+        "BN",
+        {"BN": [29.0, 33.0], "GW": [31.0, 32.0]},
+    ),
     "not surely, but 1.5 AP": ("GW", {"BN": [27.0, 33.0], "GW": [31.0, 32.0]}),
     "a run has diverged": ("GW", {"BN": [50.0, 0.0, 51.0], "GW": [49.0, 50.0, 49.0]}),
     "three norms": ("GN", {"BN": [20.0, 21.0], "GN": [30.0, 31.0], "GW": [30.9, 30.8]}),

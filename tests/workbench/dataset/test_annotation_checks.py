@@ -72,7 +72,10 @@ def test_masks_are_measured_as_pycocotools_does():
     block = run_length(3, 4, 50, 60)
     corner = run_length(0, 0, 7, 9)
     column = run_length(100, 30, 1, 20)
-    plain = {"size": [HEIGHT, WIDTH], "counts": [HEIGHT * 2 + 5, 11, HEIGHT * (WIDTH - 2) - 16]}
+    plain = {
+        "size": [HEIGHT, WIDTH],
+        "counts": [HEIGHT * 2 + 5, 11, HEIGHT * (WIDTH - 2) - 16],
+    }
     masks = [two_polygons, [], block, corner, column, plain, None]
 
     outlines, areas = mask_boxes(masks, [(HEIGHT, WIDTH)] * len(masks))
@@ -200,9 +203,16 @@ WARNED = {
         "iscrowd 1",
     ),
     "polygons of crowds": (lambda *b: {"iscrowd": 1}, 8, "iscrowd 1"),
-    "one box for all": (lambda *b: {"bbox": [1, 1, 310, 230], "area": 71300}, 19, "smaller"),
+    "one box for all": (
+        lambda *b: {"bbox": [1, 1, 310, 230], "area": 71300},
+        19,
+        "smaller",
+    ),
     "twice": (
-        lambda *b: {"bbox": [10, 20, 20, 32], "segmentation": [polygon(10, 20, 20, 32)]},
+        lambda *b: {
+            "bbox": [10, 20, 20, 32],
+            "segmentation": [polygon(10, 20, 20, 32)],
+        },
         19,
         "repeat the bbox",
     ),

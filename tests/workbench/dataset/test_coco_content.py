@@ -71,7 +71,9 @@ def test_ignored_objects_are_crowds(complete):
     assert second == other
 
 
-@pytest.mark.parametrize("numbers", [(0, 1), (-1, -2), (1 << 100, 2), ("1", "2"), (1.0, 2.0)])
+@pytest.mark.parametrize(
+    "numbers", [(0, 1), (-1, -2), (1 << 100, 2), ("1", "2"), (1.0, 2.0)]
+)
 def test_annotations_are_numbered_from_1(complete, numbers):
     for annotation, number in zip(complete["annotations"], numbers, strict=True):
         annotation["id"] = number
@@ -98,7 +100,9 @@ def test_a_validation_file_gets_the_categories_of_the_training():
     assert complete_coco(completed, classes) == (completed, [])
 
 
-@pytest.mark.parametrize("classes", [{}, {0: "apple"}, {0: "plum", 3: "pear"}, {3: "pear"}])
+@pytest.mark.parametrize(
+    "classes", [{}, {0: "apple"}, {0: "plum", 3: "pear"}, {3: "pear"}]
+)
 def test_a_file_with_other_categories_than_the_training_stays(classes):
     assert complete_coco(COMPLETE, classes)[0] is COMPLETE
 
@@ -120,7 +124,9 @@ def test_a_python_functions_boxes_are_measured_exactly(corners, box):
         "annotations": [entry],
     }
 
-    (annotation,) = records_to_content([record], ["cat"], evaluated=False)["annotations"]
+    (annotation,) = records_to_content([record], ["cat"], evaluated=False)[
+        "annotations"
+    ]
 
     assert annotation["bbox"] == box
 

@@ -24,7 +24,9 @@ def cells(per_image, size, image=(1000, 800)):
     )
 
 
-def warnings(trained, tested, eval_only=False, anchors=(32, 64, 128, 256, 512), **changes):
+def warnings(
+    trained, tested, eval_only=False, anchors=(32, 64, 128, 256, 512), **changes
+):
     cfg = default_config()
     cfg.DATASETS.TRAIN = ("a", "unknown")
     cfg.DATASETS.TEST = ("b",)
@@ -58,7 +60,11 @@ def test_a_sound_config_has_no_warning():
         (
             [150, 20],
             {},
-            ["TEST.DETECTIONS_PER_IMAGE (100)", "1 of 2 images of b", "50 of 170 objects"],
+            [
+                "TEST.DETECTIONS_PER_IMAGE (100)",
+                "1 of 2 images of b",
+                "50 of 170 objects",
+            ],
         ),
         (
             [272],
@@ -118,7 +124,10 @@ def test_anchors_of_another_size_than_the_objects(size, anchors):
 
     (warning,) = warnings(odd, odd, anchors=anchors)
 
-    assert f"MODEL.ANCHOR_GENERATOR.SIZES ({anchors[0]} to {anchors[-1]} pixels)" in warning
+    assert (
+        f"MODEL.ANCHOR_GENERATOR.SIZES ({anchors[0]} to {anchors[-1]} pixels)"
+        in warning
+    )
     assert f"{size} to {size} pixels" in warning
     assert "10 of 10" in warning
     fitting = [size / 4, size / 2, size, size * 2, size * 4]
@@ -131,7 +140,9 @@ def test_anchors_of_another_size_than_the_objects(size, anchors):
 def test_objects_of_another_size_in_the_evaluation(image, size, side):
     tested = cells([9], size, image)
 
-    (warning,) = warnings(SOUND, tested, INPUT__MIN_SIZE_TEST=side, INPUT__MAX_SIZE_TEST=9999)
+    (warning,) = warnings(
+        SOUND, tested, INPUT__MIN_SIZE_TEST=side, INPUT__MAX_SIZE_TEST=9999
+    )
 
     assert f"INPUT.MIN_SIZE_TEST, MAX_SIZE_TEST (({side}" in warning
     assert "and 60 in the training" in warning

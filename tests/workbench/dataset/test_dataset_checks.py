@@ -69,7 +69,9 @@ def test_classes_that_differ_are_told_once_whatever_their_number(
 @pytest.mark.parametrize(
     "names", [["cat"], ["dog", "cat"], ["cat", "cow"], ["cat", "dog", "eel"]]
 )
-def test_an_evaluation_on_other_classes_than_the_checkpoint_knows(check, coco, tmp_path, names):
+def test_an_evaluation_on_other_classes_than_the_checkpoint_knows(
+    check, coco, tmp_path, names
+):
     with_classes(coco(), *names)
     path = tmp_path / "w.pth"
     keys = {"MODEL__WEIGHTS": str(path), "MODEL__ROI_HEADS__NUM_CLASSES": len(names)}
@@ -135,7 +137,9 @@ def test_classes_without_an_object_to_train_on(check, content, other_coco, teste
     warnings = [warning for warning in warnings if warning.startswith("DATASETS")]
     assert "no object" in warnings[-1]
     assert "root" in warnings[-1]
-    only_evaluated = [warning for warning in warnings if "only in the evaluation" in warning]
+    only_evaluated = [
+        warning for warning in warnings if "only in the evaluation" in warning
+    ]
     assert bool(only_evaluated) is (9 in tested)
     assert all("(dog)" in warning for warning in only_evaluated)
     assert check(**changes, eval_only=True).warnings == []
@@ -175,7 +179,9 @@ def test_a_missing_file(check, coco, monkeypatch):
 def test_missing_images(check, coco, content):
     first = content["images"][0]
     for number in range(6):
-        content["images"].append({**first, "id": 9 + number, "file_name": f"c/{number}.jpg"})
+        content["images"].append(
+            {**first, "id": 9 + number, "file_name": f"c/{number}.jpg"}
+        )
     coco()
 
     error = check().errors[0]
@@ -347,7 +353,9 @@ def test_two_categories_of_the_same_name_are_a_warning(needs):
 @NEEDS
 def test_images_may_have_names_as_ids(needs):
     content = coco_content()
-    for image, annotation in zip(content["images"], content["annotations"], strict=True):
+    for image, annotation in zip(
+        content["images"], content["annotations"], strict=True
+    ):
         image["id"] = annotation["image_id"] = image["file_name"]
 
     assert check_coco(content, needs) == ([], [])
@@ -486,9 +494,13 @@ def test_an_annotation_without_a_positive_id_counts_as_a_miss(content, number):
 def test_fields_of_coco_are_not_asked_of_datasets_with_other_evaluators(check):
     records = [{"file_name": "a.jpg", "sem_seg_file_name": "a.png"}]
     DatasetCatalog.register("stuff", lambda: records)
-    MetadataCatalog.get("stuff").set(evaluator_type="sem_seg", stuff_classes=["sky", "sea"])
+    MetadataCatalog.get("stuff").set(
+        evaluator_type="sem_seg", stuff_classes=["sky", "sea"]
+    )
     DatasetCatalog.register("rare", list)
-    MetadataCatalog.get("rare").set(evaluator_type="lvis", json_file="without_file_names.json")
+    MetadataCatalog.get("rare").set(
+        evaluator_type="lvis", json_file="without_file_names.json"
+    )
 
     report = check(
         MODEL__META_ARCHITECTURE="SemanticSegmentor",

@@ -15,10 +15,18 @@ from gw_detectron.workbench.dataset.fingerprint import (
 
 SQUARE = [[0, 0, 9, 0, 9, 9, 0, 9]]
 CONTENT = {
-    "images": [{"id": 5, "width": 100, "height": 50}, {"id": 3, "width": 30, "height": 40}],
+    "images": [
+        {"id": 5, "width": 100, "height": 50},
+        {"id": 3, "width": 30, "height": 40},
+    ],
     "categories": [{"id": 9, "name": "wheel"}, {"id": 2, "name": "car"}],
     "annotations": [
-        {"image_id": 5, "category_id": 9, "bbox": [0, 0, 10, 20], "segmentation": SQUARE},
+        {
+            "image_id": 5,
+            "category_id": 9,
+            "bbox": [0, 0, 10, 20],
+            "segmentation": SQUARE,
+        },
         {
             "image_id": 5,
             "category_id": 9,
@@ -73,7 +81,8 @@ def test_files_of_one_training_are_added_up():
 
 
 @pytest.mark.parametrize(
-    "content", [[], {"images": []}, {"images": [{}], "annotations": [], "categories": []}]
+    "content",
+    [[], {"images": []}, {"images": [{}], "annotations": [], "categories": []}],
 )
 def test_other_contents_are_refused(content):
     with pytest.raises(DataError, match="COCO"):
@@ -105,7 +114,9 @@ def test_boxes_are_resized_as_detectron2_resizes_images(sides):
 def test_anchors_are_those_of_detectron2(sizes, strides_of_anchors):
     ratios = [[0.25, 1.0, 2.0]]
     strides = [4, 16]
-    generator = DefaultAnchorGenerator(sizes=sizes, aspect_ratios=ratios, strides=strides)
+    generator = DefaultAnchorGenerator(
+        sizes=sizes, aspect_ratios=ratios, strides=strides
+    )
     corners = torch.cat(list(generator.cell_anchors)).numpy()
     lower, upper = np.split(corners, 2, axis=1)
 
@@ -129,7 +140,9 @@ MOVED = [[10.0, 10.0, 8], [20.0, 20.0, 4]]
         ([10.0, 10.0], MOVED, 64 / 136),
     ],
 )
-def test_overlap_with_the_most_similar_anchor_at_its_mean_distance(box, anchors, overlap):
+def test_overlap_with_the_most_similar_anchor_at_its_mean_distance(
+    box, anchors, overlap
+):
     boxes = np.array([box])
     overlaps = best_overlaps(boxes, np.array(anchors))
     assert overlaps == pytest.approx([overlap])

@@ -116,7 +116,9 @@ def test_keypoints_are_named_by_the_categories(folder, files, names, flips):
 
 
 def test_a_split_has_two_names_and_one_record(write, folder):
-    given = read_datasets(write({"train": {"table_train": FILES | {"val_fraction": 0.25}}}))
+    given = read_datasets(
+        write({"train": {"table_train": FILES | {"val_fraction": 0.25}}})
+    )
     run = folder / "run"
     run.mkdir()
 
@@ -129,7 +131,9 @@ def test_a_split_has_two_names_and_one_record(write, folder):
     assert min(image_counts()) > 0
 
 
-def test_a_run_folder_is_enough_elsewhere_and_when_the_source_has_changed(folder, files):
+def test_a_run_folder_is_enough_elsewhere_and_when_the_source_has_changed(
+    folder, files
+):
     given = split_of(*files)
     run = folder / "run"
     (run / "inference").mkdir(parents=True)
@@ -202,7 +206,10 @@ def test_the_validation_of_a_split_needs_a_name_of_its_own(tmp_path, files):
         ("train: !!python/name:os.system", "os.system"),
         ({"trian": {}}, "'trian'. Similar: train"),
         ({"train": {"a": "annotations.json"}}, r"train\.a"),
-        ({"train": {"a": FILES | {"image": "x"}}}, r"'train\.a\.image'. Similar: images"),
+        (
+            {"train": {"a": FILES | {"image": "x"}}},
+            r"'train\.a\.image'. Similar: images",
+        ),
         ({"val": {"a": FILES | {"val_fraction": 0.5}}}, r"val\.a\.val_fraction"),
         ({"train": {"a": FILES | {"val_fraction": 1}}}, "val_fraction"),
         ({"train": {"a": FILES | {"val_fraction": "0.1"}}}, "val_fraction"),
@@ -232,7 +239,8 @@ def metadata_of(train, test=(), trained=None):
     return class_metadata(cfg, trained)
 
 
-def test_the_classes_of_a_registered_dataset():
+def test_the_classes_of_a_registered_dataset(small_dataset):
+    DatasetCatalog.get("gw_synthetic_val")
     val = metadata_of(("coco_2017_train",), ("gw_synthetic_val",))
     assert val.thing_classes[0] == "disk"
     assert 1 in val.thing_dataset_id_to_contiguous_id

@@ -40,7 +40,9 @@ def exported_backend():
 
 @pytest.fixture(scope="session")
 def preprocessing() -> Preprocessing:
-    return Preprocessing("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375), False)
+    return Preprocessing(
+        "RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375), False
+    )
 
 
 @pytest.fixture
@@ -70,7 +72,10 @@ def run_alone(tmp_path) -> Callable[..., list[Tensor]]:
 
     def run(path: Path, *inputs: Tensor) -> list[Tensor]:
         np.savez(tmp_path / "inputs.npz", *[each.numpy() for each in inputs])
-        forbidden = [*PACKAGES, *(["torch", "torchvision"] if path.suffix == ".onnx" else [])]
+        forbidden = [
+            *PACKAGES,
+            *(["torch", "torchvision"] if path.suffix == ".onnx" else []),
+        ]
         command = [
             sys.executable,
             "-W",

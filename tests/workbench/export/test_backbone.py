@@ -36,7 +36,10 @@ def pixels_of(*shape):
 
 
 def normalized(pixels):
-    mean, std = torch.tensor([123.675, 116.28, 103.53]), torch.tensor([58.395, 57.12, 57.375])
+    mean, std = (
+        torch.tensor([123.675, 116.28, 103.53]),
+        torch.tensor([58.395, 57.12, 57.375]),
+    )
     return ((pixels.permute(0, 2, 3, 1) - mean) / std).permute(0, 3, 1, 2).contiguous()
 
 
@@ -74,7 +77,10 @@ def test_a_program_agrees_at_all_sizes(
     tmp_path, preprocessing, run_alone, file_format, norm, whiten, fpn
 ):
     network, folder = tiny_backbone(norm, whiten, fpn, num_stages=2), tmp_path / "out"
-    takes_pixels, tolerance = file_format == "onnx", 1e-5 if file_format == "pt2" else 1e-4
+    takes_pixels, tolerance = (
+        file_format == "onnx",
+        1e-5 if file_format == "pt2" else 1e-4,
+    )
     report = export_backbone(
         network,
         folder,
@@ -92,7 +98,9 @@ def test_a_program_agrees_at_all_sizes(
         found = file.run(pixels if takes_pixels else normalized(pixels))
         assert relative(found, features_of(network, normalized(pixels))) < tolerance
     pixels = pixels_of(2, 3, 128, 96)
-    outputs = run_alone(folder / report["file"], pixels if takes_pixels else normalized(pixels))
+    outputs = run_alone(
+        folder / report["file"], pixels if takes_pixels else normalized(pixels)
+    )
     assert relative(outputs, features_of(network, normalized(pixels))) < tolerance
 
 
@@ -106,13 +114,17 @@ def test_sizes_and_devices_of_pt2(tmp_path, preprocessing):
     with pytest.raises(AssertionError, match="Guard failed"):
         program.module()(images[:, :, :4])
     moved = move_to_device_pass(program, "meta").module()
-    assert all(feature.is_meta for feature in moved(torch.empty(2, 3, 96, 128, device="meta")))
+    assert all(
+        feature.is_meta for feature in moved(torch.empty(2, 3, 96, 128, device="meta"))
+    )
 
 
 @needs_export
 def test_onnx_has_no_eigendecomposition(tmp_path, preprocessing):
     network = tiny_backbone("BN", "GW:groups=4,solver=zca", None, num_stages=1)
-    with pytest.raises(ExportError, match=r"ONNX cannot express.*linalg_eigh.*Fix: use pt2"):
+    with pytest.raises(
+        ExportError, match=r"ONNX cannot express.*linalg_eigh.*Fix: use pt2"
+    ):
         export_backbone(network, tmp_path / "out", preprocessing, file_format="onnx")
     assert list(tmp_path.iterdir()) == []
 
@@ -120,7 +132,9 @@ def test_onnx_has_no_eigendecomposition(tmp_path, preprocessing):
 def test_the_report(tmp_path, preprocessing, quick_file):
     quick_file()
     network = tiny_backbone()
-    before = {name: value.clone() for name, value in network.train().state_dict().items()}
+    before = {
+        name: value.clone() for name, value in network.train().state_dict().items()
+    }
     source = {"weights": "model.pth"}
     report = export_backbone(network, tmp_path / "out", preprocessing, source=source)
     assert json.loads((tmp_path / "out" / "parity.json").read_text()) == json.loads(
@@ -144,14 +158,22 @@ def test_the_report(tmp_path, preprocessing, quick_file):
         == hashlib.sha256((tmp_path / "out" / "backbone.pt2").read_bytes()).hexdigest()
     )
     # the model stays as it is
-    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+    assert all(
+        torch.equal(before[name], value) for name, value in network.state_dict().items()
+    )
     assert all(module.training for module in network.modules())
     assert all(parameter.requires_grad for parameter in network.parameters())
 
 
-@pytest.mark.parametrize(("error", "refused"), [(2e-3, True), (math.nan, True), (5e-4, False)])
-def test_a_difference_stops_the_export(tmp_path, preprocessing, quick_file, error, refused):
-    quick_file(lambda outputs: {name: values * (1 + error) for name, values in outputs.items()})
+@pytest.mark.parametrize(
+    ("error", "refused"), [(2e-3, True), (math.nan, True), (5e-4, False)]
+)
+def test_a_difference_stops_the_export(
+    tmp_path, preprocessing, quick_file, error, refused
+):
+    quick_file(
+        lambda outputs: {name: values * (1 + error) for name, values in outputs.items()}
+    )
     if refused:
         with pytest.raises(ExportError, match="p2 .*differs"):
             export_backbone(tiny_backbone(), tmp_path / "out", preprocessing)
@@ -165,17 +187,26 @@ def test_a_difference_stops_the_export(tmp_path, preprocessing, quick_file, erro
 
 @pytest.mark.parametrize(
     "values",
-    [("L", (0.0,) * 3, (1.0,) * 3), ("RGB", (0.0,), (1.0,) * 3), ("YUV-BT.601", (), ())],
+    [
+        ("L", (0.0,) * 3, (1.0,) * 3),
+        ("RGB", (0.0,), (1.0,) * 3),
+        ("YUV-BT.601", (), ()),
+    ],
 )
 def test_a_preprocessing_of_another_number_of_channels(values):
     with pytest.raises(ConfigError, match="INPUT.FORMAT"):
         FeatureExtractor(tiny_backbone(fpn=None), Preprocessing(*values, False))
 
 
-def test_an_unknown_format_and_a_folder_of_the_user_are_refused(tmp_path, preprocessing):
+def test_an_unknown_format_and_a_folder_of_the_user_are_refused(
+    tmp_path, preprocessing
+):
     with pytest.raises(ExportError, match=r"file_format \('tflite'\)"):
         export_backbone(
-            tiny_backbone(fpn=None), tmp_path / "out", preprocessing, file_format="tflite"
+            tiny_backbone(fpn=None),
+            tmp_path / "out",
+            preprocessing,
+            file_format="tflite",
         )
     (tmp_path / "backbone.pt2").touch()  # the user's
     with pytest.raises(FileAccessError, match=r"but no parity\.json"):

@@ -12,7 +12,10 @@ def random_boxes(seed, images, number, side=600.0, largest=300.0):
     generator = torch.Generator().manual_seed(seed)
     corners = side * torch.rand(images, number, 2, generator=generator)
     return torch.cat(
-        (corners, corners + largest * torch.rand(images, number, 2, generator=generator) ** 2),
+        (
+            corners,
+            corners + largest * torch.rand(images, number, 2, generator=generator) ** 2,
+        ),
         2,
     )
 
@@ -37,7 +40,9 @@ def test_suppression_is_nms_of_each_image_and_group(seed, number, groups, thresh
             kept = rows[nms(boxes[image, rows], scores[image, rows], threshold)]
             expected[image, kept] = scores[image, kept]
     overlaps = box_iou(boxes.flatten(0, 1), boxes.flatten(0, 1))
-    if (overlaps - threshold).abs()[overlaps > 0].min() > 1e-4:  # else a rounding decides
+    if (overlaps - threshold).abs()[
+        overlaps > 0
+    ].min() > 1e-4:  # else a rounding decides
         assert torch.equal(found, expected)
 
 

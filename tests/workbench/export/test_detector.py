@@ -68,7 +68,10 @@ VARIANTS = {
     ),
     "GWRetinaNet": (
         "retinanet",
-        {"MODEL__META_ARCHITECTURE": "GWRetinaNet", "MODEL__RETINANET__NORM": "GW:groups=4"},
+        {
+            "MODEL__META_ARCHITECTURE": "GWRetinaNet",
+            "MODEL__RETINANET__NORM": "GW:groups=4",
+        },
     ),
     "RetinaNet of many candidates": (
         "retinanet",
@@ -147,10 +150,14 @@ class Exported:
         content = onnx.load(self.path)
         if score_threshold is not None:
             (stored,) = [
-                each for each in content.graph.initializer if each.name == "score_threshold"
+                each
+                for each in content.graph.initializer
+                if each.name == "score_threshold"
             ]
             stored.CopyFrom(
-                onnx.numpy_helper.from_array(np.float32(score_threshold), "score_threshold")
+                onnx.numpy_helper.from_array(
+                    np.float32(score_threshold), "score_threshold"
+                )
             )
         session = onnxruntime.InferenceSession(
             content.SerializeToString(), providers=["CPUExecutionProvider"]
@@ -164,7 +171,9 @@ class Exported:
 
     def __call__(self, images, sizes, call=None):
         with torch.no_grad():
-            return dict(zip(NAMES[self.kind], (call or self.call)(images, sizes), strict=True))
+            return dict(
+                zip(NAMES[self.kind], (call or self.call)(images, sizes), strict=True)
+            )
 
 
 @pytest.fixture(
@@ -195,7 +204,11 @@ def test_no_detection_and_one(file):
     assert scores[1] < scores[0]
     for number, threshold in ((0, 1.0), (1, (scores[0] + scores[1]).item() / 2)):
         outputs = file(*inputs, file.load(threshold))
-        assert outputs["count"].tolist() == [number] == [(outputs["classes"][0] >= 0).sum()]
+        assert (
+            outputs["count"].tolist()
+            == [number]
+            == [(outputs["classes"][0] >= 0).sum()]
+        )
         assert torch.allclose(outputs["scores"][0, :number], scores[:number])
 
 
@@ -205,7 +218,9 @@ def test_impossible_sizes_are_refused(file, size):
     images, sizes = padded(noise((140, 180)) * 2)
     sizes[0] = torch.tensor(size)
     if file.path.suffix == ".pt2":
-        with pytest.raises(RuntimeError, match=r"^sizes: not positive, or outside of images"):
+        with pytest.raises(
+            RuntimeError, match=r"^sizes: not positive, or outside of images"
+        ):
             file(images, sizes)
         return
     outputs = file(images, sizes)
@@ -234,7 +249,9 @@ def test_the_report_and_a_file_alone(file, run_alone):
     )
     report = json.loads((file.folder / "parity.json").read_text())
     assert report == json.loads(json.dumps(file.report))
-    assert report["input"]["channels"] == "RGB" and len(report["input"]["pixel_mean"]) == 3
+    assert (
+        report["input"]["channels"] == "RGB" and len(report["input"]["pixel_mean"]) == 3
+    )
     assert report["outputs"] == NAMES[file.kind] and report["detections"] == 12
     assert [len(case["sizes"]) for case in report["cases"]] == [1, 1, 1, 2]
     assert report["detections_compared"] > 10
@@ -258,13 +275,22 @@ def shifted_if_large(boxes):
             lambda outputs: outputs | {"boxes": shifted_if_large(outputs["boxes"])},
             "boxes differ",
         ),
-        (lambda outputs: outputs | {"scores": outputs["scores"] * 1.01}, "scores differ"),
+        (
+            lambda outputs: outputs | {"scores": outputs["scores"] * 1.01},
+            "scores differ",
+        ),
         (
             lambda outputs: outputs | {"masks": outputs["masks"] * float("nan")},
             "masks differ .* by nan",
         ),
-        (lambda outputs: outputs | {"classes": outputs["classes"] + 1}, "detections differ"),
-        (lambda outputs: outputs | {"count": outputs["count"] - 1}, "detections differ"),
+        (
+            lambda outputs: outputs | {"classes": outputs["classes"] + 1},
+            "detections differ",
+        ),
+        (
+            lambda outputs: outputs | {"count": outputs["count"] - 1},
+            "detections differ",
+        ),
     ],
 )
 def test_a_difference_stops_the_export(tmp_path, quick_file, change, message):
@@ -304,7 +330,9 @@ def test_a_detector_of_gray_images(tmp_path, quick_file, options):
         1,
     )
     report = export_detector(model, tmp_path / "gray", **options)
-    assert report["input"]["shape"] == ([1, "H", "W"] if options else ["N", 1, "H", "W"])
+    assert report["input"]["shape"] == (
+        [1, "H", "W"] if options else ["N", 1, "H", "W"]
+    )
     assert report["input"]["channels"] == "L" and report["detections_compared"] > 20
 
 
@@ -319,7 +347,12 @@ def test_an_image_without_detections_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "part",
-    ["backbone", "proposal_generator.anchor_generator", "roi_heads", "roi_heads.mask_head"],
+    [
+        "backbone",
+        "proposal_generator.anchor_generator",
+        "roi_heads",
+        "roi_heads.mask_head",
+    ],
 )
 def test_other_parts_are_refused(part):
     """A subclass of an exported part may compute something else; subclasses of FPN are called as they are."""

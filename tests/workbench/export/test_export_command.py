@@ -75,7 +75,9 @@ def test_weights_without_a_needed_part_are_refused(cfg, trained, tmp_path):
         tmp_path / "part.pth",
     )
     with pytest.raises(WeightsError, match="Missing: backbone.bottom_up.res4.1"):
-        load_model(with_weights(cfg, tmp_path / "part.pth"), needed="backbone.bottom_up.")
+        load_model(
+            with_weights(cfg, tmp_path / "part.pth"), needed="backbone.bottom_up."
+        )
     with pytest.raises(ConfigError, match="no weights"):
         load_model(with_weights(cfg, ""))
 
@@ -116,7 +118,9 @@ def test_flags_and_the_best_weights_of_a_run_reach_the_export(
     }
     for name in ("backbone", "detector"):
         take = lambda *args, **options: given.update(options, args=args) or report  # noqa: E731
-        monkeypatch.setattr(f"gw_detectron.workbench.commands.export.export_{name}", take)
+        monkeypatch.setattr(
+            f"gw_detectron.workbench.commands.export.export_{name}", take
+        )
     export(tmp_path, "--output", tmp_path / "out", "--one-image", "--paste-masks")
     assert (
         given["one_image"]
@@ -125,7 +129,11 @@ def test_flags_and_the_best_weights_of_a_run_reach_the_export(
     )
     assert given["source"]["weights"] == str(tmp_path / "model_best.pth")
     export(
-        tmp_path, "--output", tmp_path / "out", "MODEL.WEIGHTS", tmp_path / "model_final.pth"
+        tmp_path,
+        "--output",
+        tmp_path / "out",
+        "MODEL.WEIGHTS",
+        tmp_path / "model_final.pth",
     )
     assert given["source"]["weights"] == str(tmp_path / "model_final.pth")
     export(tmp_path, "--output", tmp_path / "out", "--backbone", "--pixels")
@@ -148,10 +156,13 @@ def test_a_detector_with_the_classes_of_its_run(
             "categories"
         ]
         classes = {each["id"]: each["name"] for each in listed}
-        (tmp_path / "datasets.yaml").write_text(json.dumps({"val": {"export_test_val": entry}}))
+        (tmp_path / "datasets.yaml").write_text(
+            json.dumps({"val": {"export_test_val": entry}})
+        )
     content, weights = torch.load(trained[1], weights_only=True), tmp_path / "own.pth"
     torch.save(
-        content | ({RUN_RECORD_KEY: RunRecord("", 1, classes).state_dict()} if moved else {}),
+        content
+        | ({RUN_RECORD_KEY: RunRecord("", 1, classes).state_dict()} if moved else {}),
         weights,
     )
     own = cfg.clone()
@@ -172,4 +183,6 @@ def test_a_detector_with_the_classes_of_its_run(
     assert "detections compared, 0 without counterpart" in capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert report["detections"] == 7
-    assert dict(zip(report["category_ids"], report["class_names"], strict=True)) == classes
+    assert (
+        dict(zip(report["category_ids"], report["class_names"], strict=True)) == classes
+    )

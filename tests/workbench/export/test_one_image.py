@@ -28,13 +28,20 @@ SIDES = (128, 256)
 SIZES = [(97, 150), (200, 140), (30, 300), (128, 128), (3, 800)]
 
 
-@given(st.integers(2, 4000), st.integers(2, 4000), st.integers(2, 900), st.integers(2, 1400))
+@given(
+    st.integers(2, 4000),
+    st.integers(2, 4000),
+    st.integers(2, 900),
+    st.integers(2, 1400),
+)
 def test_the_sides_of_evaluation(height, width, shorter, longest):
     found = resized_sides(torch.tensor([height, width]), shorter, longest).tolist()
     resize = ResizeShortestEdge([shorter, shorter], longest).get_transform(
         np.broadcast_to(0, (height, width, 3))
     )
-    scale = min(Fraction(shorter, min(height, width)), Fraction(longest, max(height, width)))
+    scale = min(
+        Fraction(shorter, min(height, width)), Fraction(longest, max(height, width))
+    )
     for side, ours, theirs in zip(
         (height, width), found, (resize.new_h, resize.new_w), strict=True
     ):
@@ -63,7 +70,8 @@ def test_pixels_are_resized_as_by_pillow(size, sides, differing):
     height, width = found.shape[:2]
     assert [height, width] == resized_sides(torch.tensor(size), *sides).tolist()
     difference = np.abs(
-        found - np.asarray(Image.fromarray(pixels).resize((width, height), Image.BILINEAR))
+        found
+        - np.asarray(Image.fromarray(pixels).resize((width, height), Image.BILINEAR))
     )
     assert difference.max() <= 1 and (difference > 0).mean() <= differing
 
@@ -75,7 +83,10 @@ def test_pasted_masks():
         [90.0, 61.0]
     )
     boxes = torch.cat(
-        (corners.flatten(1), torch.tensor([[3.2, 4.1, 3.6, 60.0], [0.0, 0.0, 90.0, 61.0]]))
+        (
+            corners.flatten(1),
+            torch.tensor([[3.2, 4.1, 3.6, 60.0], [0.0, 0.0, 90.0, 61.0]]),
+        )
     )
     masks = torch.cat((masks, masks[:2]))
     found = paste(masks, boxes, 61, 90)
@@ -88,7 +99,9 @@ def test_pasted_masks():
 @pytest.mark.parametrize("size", SIZES[:4])
 def test_the_program_of_one_image(kind, size):
     model, (image,) = build_detector(kind), noise(size)
-    program = OneImageProgram(detector_program(model), SIDES, paste_masks=kind == "mask")
+    program = OneImageProgram(
+        detector_program(model), SIDES, paste_masks=kind == "mask"
+    )
     boxes, scores, classes, *masks, count = program(image)
     inputs = {"image": program.resize(image), "height": size[0], "width": size[1]}
     with torch.no_grad():
@@ -99,21 +112,27 @@ def test_the_program_of_one_image(kind, size):
     assert torch.equal(classes[:count], expected.pred_classes)
     assert not boxes[count:].any() and (classes[count:] == -1).all()
     if masks:
-        assert masks[0].dtype == torch.bool and masks[0].shape == expected.pred_masks.shape
+        assert (
+            masks[0].dtype == torch.bool and masks[0].shape == expected.pred_masks.shape
+        )
         assert (masks[0] ^ expected.pred_masks).sum() <= 1e-4 * masks[0].sum()
 
 
 def test_a_narrow_image_and_one_without_detections():
     detector = detector_program(build_detector("mask"))
     program = OneImageProgram(detector, SIDES, paste_masks=True)
-    boxes, _, _, masks, count = program(noise((3, 800))[0])  # padded to what the backbone takes
+    boxes, _, _, masks, count = program(
+        noise((3, 800))[0]
+    )  # padded to what the backbone takes
     assert masks.shape == (count, 3, 800) and count > 0
     assert (boxes >= 0).all() and (boxes <= torch.tensor([800, 3, 800, 3])).all()
     detector.score_threshold.fill_(1.0)
     *_, masks, count = program(noise((97, 150))[0])
     assert count == 0 and masks.shape == (0, 97, 150)
     with pytest.raises(ExportError, match=r"paste_masks \(True\): .* no masks"):
-        OneImageProgram(detector_program(build_detector("retinanet")), SIDES, paste_masks=True)
+        OneImageProgram(
+            detector_program(build_detector("retinanet")), SIDES, paste_masks=True
+        )
     assert detector.smallest_side == 17  # padded more than in Detectron2 below
     for sides in ((16, 256), (128, 16)):
         with pytest.raises(ExportError, match="^INPUT.MIN_SIZE_TEST"):
@@ -121,9 +140,13 @@ def test_a_narrow_image_and_one_without_detections():
 
 
 @needs_export
-@pytest.mark.parametrize("file_format", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "file_format", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)]
+)
 def test_a_file_of_any_image_size(tmp_path, file_format):
-    program = OneImageProgram(detector_program(build_detector("mask")), SIDES, paste_masks=True)
+    program = OneImageProgram(
+        detector_program(build_detector("mask")), SIDES, paste_masks=True
+    )
     file = write_program(program, tmp_path / f"model.{file_format}")
     for size in SIZES:
         image = noise(size)[0].round()
@@ -135,13 +158,17 @@ def test_a_file_of_any_image_size(tmp_path, file_format):
             )
     only = ResizeProgram(program.detector, SIDES)
     cases = reference_cases(
-        program, noise((97, 150))[0], write_program(only, tmp_path / f"resize.{file_format}")
+        program,
+        noise((97, 150))[0],
+        write_program(only, tmp_path / f"resize.{file_format}"),
     )
     report = check_detections(file, cases)
     assert report["unmatched"] == 0 and report["worst"]["resized_pixels"] < 0.05
 
 
-@pytest.mark.parametrize(("share", "message"), [(0.05, ""), (0.2, "resized_pixels differ")])
+@pytest.mark.parametrize(
+    ("share", "message"), [(0.05, ""), (0.2, "resized_pixels differ")]
+)
 def test_a_runtime_that_rounds_some_pixels_differently(share, message):
     """Detections are compared on its pixels, so that only another rounding of too many pixels is a fault."""
 

@@ -20,10 +20,20 @@ SCORES, CLASSES = np.array([0.9, 0.25, 0], np.float32), np.array([1, 0, -1])
 
 
 def write_model(
-    path, channels="RGB", pasted=True, names=("cat", "dog"), input_name="image", ids=None
+    path,
+    channels="RGB",
+    pasted=True,
+    names=("cat", "dog"),
+    input_name="image",
+    ids=None,
 ):
     """Write a model of two constant detections; their masks are where the first and second channel exceed 100."""
-    constants = {"boxes": BOXES, "scores": SCORES, "classes": CLASSES, "count": np.array(2)}
+    constants = {
+        "boxes": BOXES,
+        "scores": SCORES,
+        "classes": CLASSES,
+        "count": np.array(2),
+    }
     constants |= {
         "limit": np.array(100, np.float32),
         "zero": np.array([0]),
@@ -42,10 +52,14 @@ def write_model(
         "masks": (TensorProto.BOOL, [2, "H", "W"]),
         "count": (TensorProto.INT64, []),
     }
-    outputs = [helper.make_tensor_value_info(name, *kind) for name, kind in kinds.items()]
+    outputs = [
+        helper.make_tensor_value_info(name, *kind) for name, kind in kinds.items()
+    ]
     image = helper.make_tensor_value_info(input_name, TensorProto.FLOAT, [3, "H", "W"])
     graph = helper.make_graph(nodes, "detector", [image], outputs)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10
+    )
     description = {
         "input": {"name": input_name, "channels": channels, "smallest_side": 2},
         "outputs": list(kinds),

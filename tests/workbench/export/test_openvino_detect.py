@@ -34,7 +34,8 @@ def test_the_program_finds_what_onnx_runtime_finds(tmp_path):
         f"-l:{library.name}",
     ]
     subprocess.run(
-        ["g++", SOURCE, *flags, f"-Wl,-rpath,{library.parent}", "-o", program], check=True
+        ["g++", SOURCE, *flags, f"-Wl,-rpath,{library.parent}", "-o", program],
+        check=True,
     )
     export_detector(build_detector("mask"), tmp_path / "out", file_format="onnx")
     path, image = tmp_path / "out" / "model.onnx", tmp_path / "image.ppm"

@@ -73,8 +73,14 @@ def test_both_color_orders_and_gray_images_are_changed_alike():
     assert np.array_equal(results[0], results[1][:, :, ::-1]) and not np.array_equal(
         results[0], image
     )
-    (augmentation,) = build_augmentations(config("RandomRotation(90)", **{"INPUT.FORMAT": "L"}))
-    assert augmentation.get_transform(image[:, :, :1]).apply_image(None).shape == (20, 30, 1)
+    (augmentation,) = build_augmentations(
+        config("RandomRotation(90)", **{"INPUT.FORMAT": "L"})
+    )
+    assert augmentation.get_transform(image[:, :, :1]).apply_image(None).shape == (
+        20,
+        30,
+        1,
+    )
 
 
 @pytest.mark.parametrize("mask_format", ["polygon", "bitmask"])
@@ -110,7 +116,13 @@ def test_training_examples_are_crops_with_boxes_inside(small_dataset, mask_forma
 
 
 REFUSED = (
-    *("RandomKrop(size=5)", "RandomCrop(size=", "", "RandomRotation('x')", "Lambda(len)"),
+    *(
+        "RandomKrop(size=5)",
+        "RandomCrop(size=",
+        "",
+        "RandomRotation('x')",
+        "Lambda(len)",
+    ),
     *(
         "RandomCrop(size=open('x'))",
         "RandomCrop(size=5).__class__()",
@@ -143,6 +155,8 @@ def test_colors_change_after_resizing():
         config("ColorJitter(0.3)", "RandomCrop(size=9)")
     ).augmentations.augs
     assert (
-        crop.moves and isinstance(resize, ResizeShortestEdge) and isinstance(flip, RandomFlip)
+        crop.moves
+        and isinstance(resize, ResizeShortestEdge)
+        and isinstance(flip, RandomFlip)
     )
     assert [each.recolors for each in colors] == [True]

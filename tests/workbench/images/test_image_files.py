@@ -62,7 +62,9 @@ def test_chosen_images_are_spread_over_all():
     assert evenly_spread(range(3), 4) == [0, 1, 2] and evenly_spread([], 4) == []
 
 
-@pytest.mark.parametrize("content", [b"no image", b"", None, np.uint16, np.int32, np.float32])
+@pytest.mark.parametrize(
+    "content", [b"no image", b"", None, np.uint16, np.int32, np.float32]
+)
 def test_a_file_that_cannot_be_read_is_named(tmp_path, content, monkeypatch):
     path, words = tmp_path / "a.tif", r"a\.tif"
     if content is None:
@@ -113,7 +115,8 @@ def test_an_error_in_a_worker_process_has_the_message_alone():
     with pytest.raises(DataError) as caught:
         next(iter(loader))
     assert re.match(
-        r"'photos/a.jpg'.*got \(200, 300\), expect \(300, 200\)", message_of(caught.value)
+        r"'photos/a.jpg'.*got \(200, 300\), expect \(300, 200\)",
+        message_of(caught.value),
     )
 
 
@@ -134,7 +137,9 @@ def test_deep_images_are_scaled_by_their_percentiles(tmp_path, dtype, suffix):
     record = {"file_name": str(path), "width": 40, "height": 30, "image_id": 7}
     cfg = default_config()
     cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.PERCENTILES = 30, (0.5, 99.5)
-    example = ImageNamingMapper(DatasetMapper(cfg, False), cfg.INPUT.PERCENTILES)(record)
+    example = ImageNamingMapper(DatasetMapper(cfg, False), cfg.INPUT.PERCENTILES)(
+        record
+    )
     assert example["file_name"] == str(path)
     (predicted,) = ImageSource(path, "deep").images(cfg.INPUT.PERCENTILES)
     for pixels in (
@@ -159,7 +164,8 @@ def test_percentiles_leave_other_images_alone(tmp_path, turned):
 
 
 @pytest.mark.parametrize(
-    "values", [np.full((4, 4), 700.0), np.full((4, 4), np.nan), np.array([[np.inf, 1.0, 2.0]])]
+    "values",
+    [np.full((4, 4), 700.0), np.full((4, 4), np.nan), np.array([[np.inf, 1.0, 2.0]])],
 )
 def test_values_without_a_range_are_scaled_to_finite_ones(values):
     scaled = scale_to_8_bits(values, (0.5, 99.5))

@@ -37,7 +37,9 @@ def run_folder(tmp_path_factory):
         model.roi_heads.box_predictor.cls_score.weight.normal_(0, 2)
         model.roi_heads.box_predictor.bbox_pred.weight.normal_(0, 0.5)
     record = RunRecord(cfg.dump(), 0, {2: "fork", 7: "cup", 40: "plate"}).state_dict()
-    DetectionCheckpointer(model, str(folder)).save("model_final", **{RUN_RECORD_KEY: record})
+    DetectionCheckpointer(model, str(folder)).save(
+        "model_final", **{RUN_RECORD_KEY: record}
+    )
     (folder / "config.yaml").write_text(cfg.dump())
     return folder
 
@@ -71,7 +73,10 @@ class Handmade:
         found.pred_boxes = Boxes(
             torch.tensor([[0.0, 0.0, 10.0, 12.0], [20.0, 20.0, 30.0, 30.0]])
         )
-        found.scores, found.pred_classes = torch.tensor([0.75, 0.25]), torch.tensor([1, 0])
+        found.scores, found.pred_classes = (
+            torch.tensor([0.75, 0.25]),
+            torch.tensor([1, 0]),
+        )
         found.pred_masks = torch.zeros(2, *image.shape[:2], dtype=torch.bool)
         found.pred_masks[0, :12, :10] = True
         return found[found.scores > self.score_threshold]

@@ -22,7 +22,9 @@ def square(left=100):
 
 
 def test_colors_are_those_of_the_dataset_of_the_class_or_of_the_instance():
-    metadata = Metadata(thing_classes=["cat", "dog"], thing_colors=[(255, 0, 0), (0, 0, 51)])
+    metadata = Metadata(
+        thing_classes=["cat", "dog"], thing_colors=[(255, 0, 0), (0, 0, 51)]
+    )
     for instances in (False, True):
         assert np.allclose(
             object_colors(metadata, [0, 1, 2], instances=instances),
@@ -43,7 +45,9 @@ def test_touching_masks_differ_and_have_contours_in_place_of_boxes():
         )
     contours = [picture[150 - 2 : 150 + 3, x].astype(int) for x in (200, 400)]
     for fill, contour in zip(inside, contours, strict=True):
-        assert (np.ptp(contour, axis=1) > np.ptp(fill) + 50).any()  # purer than the fill
+        assert (
+            np.ptp(contour, axis=1) > np.ptp(fill) + 50
+        ).any()  # purer than the fill
     assert np.array_equal(picture[100, 100], [128, 128, 128])
 
 
@@ -57,7 +61,8 @@ def test_the_name_of_the_only_class_is_left_out(metadata, shown):
 
 def test_labels_stand_where_they_hide_nothing():
     small = np.array(
-        [[20 + 12 * i, 200, 30 + 12 * i, 210] for i in range(40)] + [[300, 400, 310, 410]],
+        [[20 + 12 * i, 200, 30 + 12 * i, 210] for i in range(40)]
+        + [[300, 400, 310, 410]],
         float,
     )
     picture = draw_objects(GRAY, CLASSES, [0] * 41, small)
@@ -89,6 +94,9 @@ def test_prediction_and_ground_truth_are_drawn_alike():
         draw_record(GRAY, CLASSES, record),
     )
     assert (
-        np.abs(predicted[300:340, 110:290].astype(int) - annotated[300:340, 110:290]).max() <= 3
+        np.abs(
+            predicted[300:340, 110:290].astype(int) - annotated[300:340, 110:290]
+        ).max()
+        <= 3
     )
     assert not np.array_equal(predicted, annotated)  # the score

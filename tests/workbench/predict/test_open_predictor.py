@@ -18,7 +18,10 @@ def check_same(found, expected, tolerance=0.0):
     assert len(found) == len(expected) > 3
     assert torch.equal(found.pred_classes, expected.pred_classes)
     assert torch.allclose(
-        found.pred_boxes.tensor, expected.pred_boxes.tensor, atol=100 * tolerance, rtol=0
+        found.pred_boxes.tensor,
+        expected.pred_boxes.tensor,
+        atol=100 * tolerance,
+        rtol=0,
     )
     assert torch.allclose(found.scores, expected.scores, atol=tolerance, rtol=0)
     assert found.pred_masks.shape == expected.pred_masks.shape
@@ -52,7 +55,9 @@ def test_the_last_checkpoint_of_a_moved_run_is_taken(run_folder, tmp_path, photo
     content = torch.load(moved / "model_final.pth", weights_only=False)
     content["model"]["roi_heads.box_predictor.cls_score.weight"] *= 0.5
     torch.save(content, moved / "model_0000009.pth")
-    by_file = open_predictor(str(moved / "model_0000009.pth"), score_threshold=0.1)(photo)
+    by_file = open_predictor(str(moved / "model_0000009.pth"), score_threshold=0.1)(
+        photo
+    )
     first = open_predictor(str(moved), score_threshold=0.1)(photo)
     assert not torch.equal(first.scores, by_file.scores)
     (moved / "last_checkpoint").write_text("model_0000009.pth")
@@ -75,7 +80,9 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
         open_predictor(
             str(weights), config_file="COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml"
         )  # of the package
-    with pytest.raises(UserError, match=r"other shapes .*cls_score.weight.*Fix: .*NUM_CLASSES"):
+    with pytest.raises(
+        UserError, match=r"other shapes .*cls_score.weight.*Fix: .*NUM_CLASSES"
+    ):
         opts, names = ["MODEL.ROI_HEADS.NUM_CLASSES", 6], list("abcdef")
         open_predictor(
             str(weights),
@@ -104,7 +111,10 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"opts": ["MODEL.WEIGHTS", "x.pth"]}, r"MODEL\.WEIGHTS: not a key for prediction"),
+        (
+            {"opts": ["MODEL.WEIGHTS", "x.pth"]},
+            r"MODEL\.WEIGHTS: not a key for prediction",
+        ),
         ({"opts": ["MODEL.WEIGHT", "x.pth"]}, "unknown config key 'MODEL.WEIGHT'"),
         (
             {"opts": ["INPUT.FORMAT", "BGR"]},
@@ -112,7 +122,10 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
         ),
         ({"score_threshold": 1.1}, r"score_threshold \(1.1\)"),
         ({"score_threshold": float("nan")}, r"score_threshold \(nan\)"),
-        ({"class_names": ["fork"]}, r"class names \(1\): MODEL\.ROI_HEADS\.NUM_CLASSES is 3"),
+        (
+            {"class_names": ["fork"]},
+            r"class names \(1\): MODEL\.ROI_HEADS\.NUM_CLASSES is 3",
+        ),
     ],
 )
 def test_options_that_do_not_fit(run_folder, options, message):

@@ -25,19 +25,34 @@ def results(folder):
 def test_a_run_folder(tmp_path, run_folder, photos, capsys):
     output = tmp_path / "out"
     assert predict(
-        run_folder, photos, "--output", output, "--score-threshold", "0.1", "--device", "cpu"
+        run_folder,
+        photos,
+        "--output",
+        output,
+        "--score-threshold",
+        "0.1",
+        "--device",
+        "cpu",
     )
     printed = capsys.readouterr().out
     count = len(results(output))
-    assert count > 6 and f"2 images, {count} objects with a score above 0.1, " in printed
+    assert (
+        count > 6 and f"2 images, {count} objects with a score above 0.1, " in printed
+    )
     assert printed.endswith(
         f"Detector: {run_folder / 'model_final.pth'}\nPredictions: {output}\n"
     )
-    assert {each["category_name"] for each in results(output)} <= {"fork", "cup", "plate"}
+    assert {each["category_name"] for each in results(output)} <= {
+        "fork",
+        "cup",
+        "plate",
+    }
     assert (output / "pictures" / "sub" / "a.jpg").is_file()
     with open(output / "counts.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    found = Counter((each["file_name"], each["category_name"]) for each in results(output))
+    found = Counter(
+        (each["file_name"], each["category_name"]) for each in results(output)
+    )
     assert [row["file_name"] for row in rows] == ["b.png", "sub/a.jpg"]
     for row in rows:
         counts = [found[row["file_name"], name] for name in ("fork", "cup", "plate")]
@@ -50,9 +65,19 @@ def test_a_run_folder(tmp_path, run_folder, photos, capsys):
     assert predict(best.parent, photos / "b.png", "--output", output, "--no-pictures")
     assert f"Detector: {best} (the best one by TEST.BEST)\n" in capsys.readouterr().out
     assert not (output / "pictures").exists()
-    words = ("--output", output, "--score-threshold", 0.1, "--class-names", "a, b,c", "--opts")
+    words = (
+        "--output",
+        output,
+        "--score-threshold",
+        0.1,
+        "--class-names",
+        "a, b,c",
+        "--opts",
+    )
     assert predict(run_folder, photos / "b.png", *words, "TEST.DETECTIONS_PER_IMAGE", 1)
-    assert [each["category_name"] in ("a", "b", "c") for each in results(output)] == [True]
+    assert [each["category_name"] in ("a", "b", "c") for each in results(output)] == [
+        True
+    ]
 
 
 def test_a_preview_draws_annotations_without_a_model(tmp_path, capsys, caplog):
@@ -72,8 +97,14 @@ def test_a_preview_draws_annotations_without_a_model(tmp_path, capsys, caplog):
     content = json.loads((folder / "annotations.json").read_text())
     content["annotations"][0]["ignore"] = 1
     (folder / "annotations.json").write_text(json.dumps(content))
-    assert predict(*words) and (tmp_path / "out" / "counts.csv").read_text().count(",2\n") == 1
-    for each in (*content["images"], *content["annotations"]):  # with the name of a folder
+    assert (
+        predict(*words)
+        and (tmp_path / "out" / "counts.csv").read_text().count(",2\n") == 1
+    )
+    for each in (
+        *content["images"],
+        *content["annotations"],
+    ):  # with the name of a folder
         key = "id" if "file_name" in each else "image_id"
         each[key] = f"2023/{each[key]}"
     faults = (
@@ -100,7 +131,9 @@ def test_a_broken_file_is_the_exit_status(tmp_path, run_folder, photos, capsys):
     (photos / "a.jpg").write_bytes(b"no image")
     assert predict(run_folder, photos, "--output", tmp_path / "out") is False
     printed = capsys.readouterr()
-    assert printed.err.startswith("a.jpg: image (") and printed.out.startswith("2 images, ")
+    assert printed.err.startswith("a.jpg: image (") and printed.out.startswith(
+        "2 images, "
+    )
 
 
 def test_errors_write_nothing(tmp_path, run_folder, photos, monkeypatch):

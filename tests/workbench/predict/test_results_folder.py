@@ -14,7 +14,12 @@ import pytest
 from PIL import Image
 from pycocotools.coco import COCO
 
-from gw_detectron.errors import ConfigError, DataError, FileAccessError, MissingPackageError
+from gw_detectron.errors import (
+    ConfigError,
+    DataError,
+    FileAccessError,
+    MissingPackageError,
+)
 from gw_detectron.workbench.predict import (
     check_output,
     find_sources,
@@ -33,7 +38,9 @@ def predict(predictor, tmp_path):
 
     def predict(*paths, **options):
         output = tmp_path / "out"
-        summary = write_predictions(predictor, find_sources(map(str, paths)), output, **options)
+        summary = write_predictions(
+            predictor, find_sources(map(str, paths)), output, **options
+        )
         return summary, json.loads((output / "predictions.json").read_text())
 
     return predict
@@ -52,7 +59,9 @@ def test_results_and_pictures(tmp_path, photos, predict):
     summary, results = predict(photos)
     assert (summary.images, summary.detections, summary.failed) == (2, 2, {})
     (block,) = re.findall(
-        r"```json\n(.*?)```", (ROOT / "docs" / "prediction.md").read_text(), flags=re.DOTALL
+        r"```json\n(.*?)```",
+        (ROOT / "docs" / "prediction.md").read_text(),
+        flags=re.DOTALL,
     )
     assert results[:1] == json.loads(block)  # the page shows the first one
     assert mask_util.decode(results[0]["segmentation"]).sum() == 12 * 10
@@ -71,9 +80,17 @@ def test_pycocotools_reads_the_results(tmp_path, photos, predictor, predict):
     with contextlib.redirect_stdout(io.StringIO()):
         images = COCO(str(tmp_path / "out" / "images.json"))
         results = images.loadRes(str(tmp_path / "out" / "predictions.json"))
-    assert [each["file_name"] for each in images.loadImgs([1, 2])] == ["b.png", "sub/a.jpg"]
-    assert images.loadCats([2, 7]) == [{"id": 2, "name": "fork"}, {"id": 7, "name": "cup"}]
-    assert sorted(each["category_id"] for each in results.loadAnns(results.getAnnIds(2))) == [
+    assert [each["file_name"] for each in images.loadImgs([1, 2])] == [
+        "b.png",
+        "sub/a.jpg",
+    ]
+    assert images.loadCats([2, 7]) == [
+        {"id": 2, "name": "fork"},
+        {"id": 7, "name": "cup"},
+    ]
+    assert sorted(
+        each["category_id"] for each in results.loadAnns(results.getAnnIds(2))
+    ) == [
         2,
         7,
     ]
@@ -134,23 +151,32 @@ def test_what_is_done_is_kept_beside_the_output(tmp_path, photos, predict, fail,
         json.loads((tmp_path / name / "predictions.json").read_text())
         for name in ("out", "out.partial")
     ]
-    assert [[each["category_id"] for each in content] for content in contents] == [[7, 7], [7]]
-    assert [path.name for path in (tmp_path / "out.partial" / "pictures").rglob("*.*")] == [
-        "b.png"
+    assert [[each["category_id"] for each in content] for content in contents] == [
+        [7, 7],
+        [7],
     ]
+    assert [
+        path.name for path in (tmp_path / "out.partial" / "pictures").rglob("*.*")
+    ] == ["b.png"]
     assert len(COCO(tmp_path / "out.partial" / "images.json").imgs) == 1
     (tmp_path / "out.partial" / "thesis.tex").touch()
     with pytest.raises(FileAccessError, match=r"out\.partial.*thesis\.tex"):
         predict(photos)
 
 
-def test_earlier_predictions_are_replaced_and_other_folders_are_not(tmp_path, photos, predict):
+def test_earlier_predictions_are_replaced_and_other_folders_are_not(
+    tmp_path, photos, predict
+):
     predict(photos)
     predict(photos / "b.png")
-    assert [path.name for path in (tmp_path / "out" / "pictures").iterdir()] == ["b.png"]
+    assert [path.name for path in (tmp_path / "out" / "pictures").iterdir()] == [
+        "b.png"
+    ]
     (tmp_path / "link").symlink_to(tmp_path / "out")
     for output in (tmp_path / "out", tmp_path / "link"):
-        with pytest.raises(ConfigError, match=r"would replace the input '.*pictures/b.png'"):
+        with pytest.raises(
+            ConfigError, match=r"would replace the input '.*pictures/b.png'"
+        ):
             check_output(output, find_sources([tmp_path / "out" / "pictures"]))
     (tmp_path / "out" / "thesis.tex").touch()
     with pytest.raises(FileAccessError, match=r"thesis\.tex"):
@@ -171,6 +197,8 @@ def test_without_opencv_there_are_json_files_but_no_pictures_or_videos(
         match="pictures: not installed: .*Fix: pip install opencv-python-headless",
     ):
         predict(photos)
-    with pytest.raises(MissingPackageError, match=r"video \('.*clip.avi'\): not installed"):
+    with pytest.raises(
+        MissingPackageError, match=r"video \('.*clip.avi'\): not installed"
+    ):
         predict(video, pictures=False)
     assert predict(photos, pictures=False)[0].images == 2

@@ -46,10 +46,15 @@ class Colors(Handmade):
     def __call__(self, image):
         masks = [image[..., 0] == color for color in range(1, len(OBJECTS) + 1)]
         masks = torch.tensor(
-            np.array([mask for mask in masks if mask.any()]).reshape(-1, *image.shape[:2])
+            np.array([mask for mask in masks if mask.any()]).reshape(
+                -1, *image.shape[:2]
+            )
         )
         rows, columns = masks.any(2), masks.any(1)
-        ends = [[line.nonzero().min(), line.nonzero().max() + 1] for line in (*columns, *rows)]
+        ends = [
+            [line.nonzero().min(), line.nonzero().max() + 1]
+            for line in (*columns, *rows)
+        ]
         found = Instances(image.shape[:2], pred_masks=masks)
         bounds = torch.tensor(ends, dtype=torch.float).reshape(2, -1, 2)
         found.pred_boxes = Boxes(bounds.permute(1, 2, 0).flatten(1))
@@ -68,7 +73,8 @@ def test_an_object_in_many_tiles_is_one_detection(scene, tile, overlap):
         scene
     )  # the second object is in up to nine tiles
     order = [
-        sorted(OBJECTS).index(tuple(map(int, box))) for box in found.pred_boxes.tensor.tolist()
+        sorted(OBJECTS).index(tuple(map(int, box)))
+        for box in found.pred_boxes.tensor.tolist()
     ]
     assert sorted(order) == [0, 1, 2, 3] and found.scores.tolist() == sorted(
         found.scores.tolist(), reverse=True
@@ -103,14 +109,19 @@ def test_touching_objects_stay_apart():
         2,
     )  # of one class, both cut by the edge of the first tile
     found = TiledPredictor(Colors(), 60, 20, "tile")(image)
-    assert sorted(found.pred_boxes.tensor.tolist()) == [[30, 10, 70, 30], [30, 30, 70, 50]]
+    assert sorted(found.pred_boxes.tensor.tolist()) == [
+        [30, 10, 70, 30],
+        [30, 30, 70, 50],
+    ]
 
 
 def test_masks_at_the_border_of_the_image_and_without_pixels():
     image = np.zeros((40, 60, 3), np.uint8)
     image[:, 10:50] = 1  # full columns: the runs of neighboring columns touch
     found = TiledPredictor(Colors(), 40, 10, "tile")(image)
-    np.testing.assert_array_equal(mask_util.decode(found.pred_masks_rle[0]), image[..., 0])
+    np.testing.assert_array_equal(
+        mask_util.decode(found.pred_masks_rle[0]), image[..., 0]
+    )
     assert mask_util.area(found.pred_masks_rle[0]) == 40 * 40
     empty = TiledPredictor(Colors(), 40, 10, "tile")(np.zeros((100, 100, 3), np.uint8))
     assert len(empty) == 0 and empty.image_size == (100, 100)
@@ -129,9 +140,9 @@ def test_a_large_image_is_shrunk_with_boxes_and_a_small_one_keeps_its_masks():
     assert same.shape == image.shape and kept.pred_masks == found.pred_masks_rle
     small, result = shrunk(image, found, 30)
     np.testing.assert_array_equal(small, image[::4, ::4])
-    assert result.pred_boxes.tensor.tolist() == [[2.5, 5, 7.5, 12.5]] and not result.has(
-        "pred_masks"
-    )
+    assert result.pred_boxes.tensor.tolist() == [
+        [2.5, 5, 7.5, 12.5]
+    ] and not result.has("pred_masks")
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +162,10 @@ def large():
 
 
 def fields(found):
-    return {name: getattr(value, "tensor", value) for name, value in found.get_fields().items()}
+    return {
+        name: getattr(value, "tensor", value)
+        for name, value in found.get_fields().items()
+    }
 
 
 def test_one_tile_is_the_image_bit_for_bit(predictor, large):
@@ -166,10 +180,15 @@ def test_one_tile_is_the_image_bit_for_bit(predictor, large):
 
 @pytest.mark.parametrize("size", [(1, 900), (900, 1)])
 def test_an_image_whose_side_would_be_resized_to_nothing(predictor, size):
-    assert TiledPredictor(predictor, 400, 30)(np.zeros((*size, 3), np.uint8)).image_size == size
+    assert (
+        TiledPredictor(predictor, 400, 30)(np.zeros((*size, 3), np.uint8)).image_size
+        == size
+    )
 
 
-def test_the_statistics_of_the_image_bring_tiles_closer_to_it(predictor, large, monkeypatch):
+def test_the_statistics_of_the_image_bring_tiles_closer_to_it(
+    predictor, large, monkeypatch
+):
     image, model = large[:64, :128], predictor.model
     monkeypatch.setitem(
         predictor.cfg.INPUT, "MIN_SIZE_TEST", 0
@@ -177,16 +196,18 @@ def test_the_statistics_of_the_image_bring_tiles_closer_to_it(predictor, large, 
 
     @torch.no_grad()
     def left_half(pixels):
-        return model.backbone(model.preprocess_image([predictor.input(pixels)]).tensor)["p2"][
-            ..., :16
-        ]
+        return model.backbone(model.preprocess_image([predictor.input(pixels)]).tensor)[
+            "p2"
+        ][..., :16]
 
     expected, alone = left_half(image), left_half(image[:, :64])
     for side, exact in (
         (128, True),
         (64, False),
     ):  # of the whole image; of one window after the other
-        monkeypatch.setattr("gw_detectron.workbench.predict.tiled_predictor._WINDOW", side)
+        monkeypatch.setattr(
+            "gw_detectron.workbench.predict.tiled_predictor._WINDOW", side
+        )
         statistics = TiledPredictor(predictor, 64, 0).measure(image)
         with statistics.apply():
             whole = left_half(image)
@@ -210,7 +231,8 @@ def test_without_such_norms_the_statistics_change_nothing(run_folder, large):
     frozen = Predictor(build_model(cfg).eval(), cfg, Metadata(), 0.1)
     assert not TiledPredictor(frozen, 100, 30).measure(large).layers
     image, tile = (
-        fields(TiledPredictor(frozen, 100, 30, each)(large)) for each in ("image", "tile")
+        fields(TiledPredictor(frozen, 100, 30, each)(large))
+        for each in ("image", "tile")
     )
     assert len(image["scores"]) > 3 and image.pop("pred_masks_rle") == tile.pop(
         "pred_masks_rle"
@@ -229,13 +251,27 @@ def test_the_command(run_folder, tmp_path, large):
         "0.1",
     ]
     run = get_parser().parse_args
-    assert main(run([*map(str, words), "--tiles", "100", "--overlap", "30", "--device", "cpu"]))
+    assert main(
+        run([*map(str, words), "--tiles", "100", "--overlap", "30", "--device", "cpu"])
+    )
     results = json.loads((tmp_path / "out" / "predictions.json").read_text())
     assert len(results) > 3 and all(
         each["segmentation"]["size"] == [120, 170] for each in results
     )
     assert (tmp_path / "out" / "pictures" / "large.png").is_file()
-    main(run([*map(str, words), "--tiles", "100", "--overlap", "30", "--statistics", "tile"]))
+    main(
+        run(
+            [
+                *map(str, words),
+                "--tiles",
+                "100",
+                "--overlap",
+                "30",
+                "--statistics",
+                "tile",
+            ]
+        )
+    )
     assert json.loads((tmp_path / "out" / "predictions.json").read_text()) != results
     for flags, name in (
         (["--tiles", "100", "--overlap", "100"], r"overlap \(100\)"),
@@ -302,7 +338,8 @@ def test_tiffs_whose_values_are_not_those_of_the_pixels_are_read_whole(
     tiff, large, bands, dtype, options
 ):
     path = tiff(
-        np.concatenate([large // 16, large // 16], 2)[..., :bands].astype(dtype), **options
+        np.concatenate([large // 16, large // 16], 2)[..., :bands].astype(dtype),
+        **options,
     )
     np.testing.assert_array_equal(open_image(path)[:, :], read_image(path, "RGB"))
 

@@ -28,7 +28,9 @@ from ...loggers import reset_loggers
 
 LIMIT = 120.0  # seconds after which a child that hangs is killed
 STEP, CHECKPOINT, EVALUATION, OTHER = "step", "checkpoint write", "evaluation", "other"
-Work = Callable[[Callable[[str], None]], Any]  # the argument reports a phase to the parent
+Work = Callable[
+    [Callable[[str], None]], Any
+]  # the argument reports a phase to the parent
 
 
 class Child:
@@ -104,7 +106,9 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)  # before its setsid the group does not exist
+                os.kill(
+                    self.pid, signal.SIGKILL
+                )  # before its setsid the group does not exist
             self.wait()
 
     def wait(self) -> int:
@@ -188,7 +192,9 @@ def report_phases(report: Callable[[str], None]) -> None:
     def open_atomic(
         manager: AtomicPathManager, path: str, mode: str = "r", **options: Any
     ) -> Iterator[Any]:
-        phase = CHECKPOINT if "w" in mode and not path.endswith("config.yaml") else OTHER
+        phase = (
+            CHECKPOINT if "w" in mode and not path.endswith("config.yaml") else OTHER
+        )
         with during(phase), write(manager, path, mode, **options) as file:
             yield file
 

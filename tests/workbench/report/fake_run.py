@@ -16,7 +16,9 @@ from ...tiny_run import CONFIG, OPTS
 IMAGES, OBJECTS, SIDE = 6, 3, 96
 
 
-def write_run(folder: Path, *, classes: int = 3, config: Path = CONFIG, **options: Any) -> Path:
+def write_run(
+    folder: Path, *, classes: int = 3, config: Path = CONFIG, **options: Any
+) -> Path:
     """Write a run of boxes on photos; options are config keys with ``__`` for the dot."""
     folder.mkdir(parents=True, exist_ok=True)
     content = _photos(folder / "photos", classes)
@@ -36,7 +38,9 @@ def write_run(folder: Path, *, classes: int = 3, config: Path = CONFIG, **option
         "SOLVER.MAX_ITER": 40,
         **{key.replace("__", "."): value for key, value in options.items()},
     }
-    cfg = read_config(str(config), [str(word) for pair in opts.items() for word in pair])
+    cfg = read_config(
+        str(config), [str(word) for pair in opts.items() for word in pair]
+    )
     (folder / "config.yaml").write_text(cfg.dump())
 
     losses = {"loss_cls": 1.0, "lr": 0.1, "time": 0.5}
@@ -71,7 +75,9 @@ def _photos(folder: Path, classes: int) -> dict[str, Any]:
     annotations: list[dict[str, Any]] = []
     random = np.random.default_rng(0)
     for image_id in range(1, IMAGES + 1):
-        image = Image.fromarray(random.integers(90, 160, (SIDE, SIDE, 3), dtype=np.uint8))
+        image = Image.fromarray(
+            random.integers(90, 160, (SIDE, SIDE, 3), dtype=np.uint8)
+        )
         for index in range(OBJECTS):
             number = len(annotations)
             x = 4 + 30 * index
@@ -91,7 +97,9 @@ def _photos(folder: Path, classes: int) -> dict[str, Any]:
             )
         file = f"{image_id}.jpg"
         image.save(folder / file)
-        images.append({"id": image_id, "file_name": file, "width": SIDE, "height": SIDE})
+        images.append(
+            {"id": image_id, "file_name": file, "width": SIDE, "height": SIDE}
+        )
 
     categories = [{"id": 10 + index, "name": name} for index, name in enumerate(names)]
     return {"images": images, "annotations": annotations, "categories": categories}

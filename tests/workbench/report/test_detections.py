@@ -21,7 +21,10 @@ from .fake_run import results_file, write_run
 CAT = 5
 DOG = 9
 DATASET = {
-    "images": [{"id": 1, "width": 200, "height": 100}, {"id": 2, "width": 200, "height": 100}],
+    "images": [
+        {"id": 1, "width": 200, "height": 100},
+        {"id": 2, "width": 200, "height": 100},
+    ],
     "categories": [{"id": CAT, "name": "cat"}, {"id": DOG, "name": "dog"}],
 }
 TRUTH = [
@@ -127,7 +130,9 @@ def test_precision_and_ap_by_hand():
     ]
     curve = detections(truth, found).precision("bbox", 0.5)
 
-    assert np.allclose(curve[:, 0], [1] * 51 + [2 / 3] * 50)  # recall 0 to 0.5, then to 1
+    assert np.allclose(
+        curve[:, 0], [1] * 51 + [2 / 3] * 50
+    )  # recall 0 to 0.5, then to 1
     assert np.isnan(curve[:, 1]).all()  # no dogs
 
 
@@ -151,7 +156,9 @@ def test_a_polygon_that_detectron2_leaves_out_is_not_drawn(tmp_path):
     file = tmp_path / "a.png"
     Image.new("RGB", (200, 100)).save(file)
     own = detections(TRUTH, FOUND)
-    own = dataclasses.replace(own, records={1: {"file_name": file}}, tasks=["bbox", "segm"])
+    own = dataclasses.replace(
+        own, records={1: {"file_name": file}}, tasks=["bbox", "segm"]
+    )
     square = [0, 0, 20, 0, 20, 20, 0, 20]
     other = [1, 2, 3, 4, 5, 6, 7]  # three points and a half
 
@@ -169,7 +176,9 @@ def as_instances(record, results):
     instances = Instances((record["height"], record["width"]))
     instances.pred_boxes = Boxes(corners)
     instances.scores = torch.tensor([result["score"] for result in results])
-    instances.pred_classes = torch.tensor([result["category_id"] - 10 for result in results])
+    instances.pred_classes = torch.tensor(
+        [result["category_id"] - 10 for result in results]
+    )
     return instances
 
 

@@ -41,7 +41,9 @@ class Page(HTMLParser):
             self.images.append(values["src"])
         if "id" in values:
             self.ids.add(values["id"])
-        self.links += [values[key] for key in ("href", "srcset", "data") if key in values]
+        self.links += [
+            values[key] for key in ("href", "srcset", "data") if key in values
+        ]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -84,7 +86,10 @@ def report(*words):
     "options",
     [
         {"classes": 3, "config": RETINANET},
-        {"classes": 1, "MODEL__MASK_ON": True},  # masks are on, but not in the predictions
+        {
+            "classes": 1,
+            "MODEL__MASK_ON": True,
+        },  # masks are on, but not in the predictions
         {"classes": 80},
     ],
     ids=["retinanet", "one class", "80 classes"],
@@ -95,7 +100,14 @@ def test_the_page_is_well_formed_and_stands_alone(tmp_path, options):
 
     page, numbers = check_page(folder / "report")
     assert "<b>" in page.text  # the name of a class
-    assert page.ids == {"summary", "curves", "ap_per_class", "recall", "predictions", "errors"}
+    assert page.ids == {
+        "summary",
+        "curves",
+        "ap_per_class",
+        "recall",
+        "predictions",
+        "errors",
+    }
     assert numbers.keys() == page.ids - {"predictions"} | {"missing"}
     assert len(numbers["ap_per_class"]) == options["classes"]
     assert len(numbers["errors"]["images"]) == 2
@@ -127,7 +139,9 @@ def test_missing_parts_are_named_on_the_page_and_printed(tmp_path, capsys):
     (folder / "report" / "report.json").touch()  # an earlier report is replaced
     (folder / "metrics.json").unlink()
     (folder / "photos" / "1.jpg").unlink()
-    config = (folder / "config.yaml").read_text()  # of a script that registers its own heads
+    config = (
+        folder / "config.yaml"
+    ).read_text()  # of a script that registers its own heads
     config = config.replace("NAME: StandardROIHeads", "NAME: MyHeads")
     (folder / "config.yaml").write_text(config)
     report(folder)
@@ -214,7 +228,9 @@ def test_runs_on_dense_images_side_by_side(tmp_path):
 
     runs = []
     for limit in (100, 500):
-        run = write_run(tmp_path / str(limit), classes=1, TEST__DETECTIONS_PER_IMAGE=limit)
+        run = write_run(
+            tmp_path / str(limit), classes=1, TEST__DETECTIONS_PER_IMAGE=limit
+        )
         change_json(run / "annotations.json", crowd)
         runs.append(run)
     report(*runs, "--output", tmp_path / "out")
@@ -237,7 +253,9 @@ def with_change(folder, part, change):
 OTHERS = {
     "classes": lambda folder: write_run(folder, classes=2),
     "images": lambda folder: with_change(folder, "images", {"file_name": "6.jpg"}),
-    "annotations": lambda folder: with_change(folder, "annotations", {"bbox": [1, 1, 9, 9]}),
+    "annotations": lambda folder: with_change(
+        folder, "annotations", {"bbox": [1, 1, 9, 9]}
+    ),
     "twice": lambda folder: folder.parent / "run",
 }
 
@@ -254,4 +272,6 @@ def test_runs_that_cannot_be_compared(tmp_path, named):
 
 def test_a_run_that_is_missing_is_named(tmp_path):
     with pytest.raises(MissingFileError, match="none"):
-        report(write_run(tmp_path / "run"), tmp_path / "none", "--output", tmp_path / "out")
+        report(
+            write_run(tmp_path / "run"), tmp_path / "none", "--output", tmp_path / "out"
+        )

@@ -12,7 +12,14 @@ from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.report import RunFolder
 from gw_detectron.workbench.report.sections import summary
 
-from .fake_run import IMAGES, OBJECTS, change_json, results_file, write_metrics, write_run
+from .fake_run import (
+    IMAGES,
+    OBJECTS,
+    change_json,
+    results_file,
+    write_metrics,
+    write_run,
+)
 
 
 @pytest.fixture
@@ -104,7 +111,9 @@ def test_datasets_that_cannot_be_used_are_named(folder):
     with pytest.raises(DataError, match=r"DATASETS\.TEST"):
         _ = run.records
 
-    change_json(folder / "annotations.json", lambda content: {**content, "annotations": []})
+    change_json(
+        folder / "annotations.json", lambda content: {**content, "annotations": []}
+    )
     with pytest.raises(DataError, match=r"annotations\.json"):
         _ = RunFolder(folder).detections
 
@@ -148,7 +157,8 @@ def test_the_best_iteration_is_of_the_weights_that_are_kept(folder, name, values
     (folder / "model_best.pth").touch()
     places = range(99, 1000, 100)
     records = [
-        {"iteration": place, name: value} for place, value in zip(places, values, strict=False)
+        {"iteration": place, name: value}
+        for place, value in zip(places, values, strict=False)
     ]
     write_metrics(folder, *records)
     run = RunFolder(folder)
@@ -159,7 +169,11 @@ def test_the_best_iteration_is_of_the_weights_that_are_kept(folder, name, values
 
 def test_predictions_are_those_of_the_weights(folder):
     """The best ones until their file is moved away; then those of the last weights."""
-    for name in ("model_final.pth", "model_best.pth", "inference/model_best_results.json"):
+    for name in (
+        "model_final.pth",
+        "model_best.pth",
+        "inference/model_best_results.json",
+    ):
         (folder / name).write_text("[]")
     assert RunFolder(folder).detections.results == []
 
@@ -167,7 +181,9 @@ def test_predictions_are_those_of_the_weights(folder):
     assert len(RunFolder(folder).detections.results) > 3
 
 
-@pytest.mark.parametrize("wrong", [{"images": 0}, {"score": -0.1}, {"score": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong", [{"images": 0}, {"score": -0.1}, {"score": float("nan")}]
+)
 def test_options_out_of_range_are_refused(folder, wrong):
     (flag,) = wrong
     with pytest.raises(ConfigError, match=f"--{flag}"):

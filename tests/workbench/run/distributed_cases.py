@@ -27,9 +27,7 @@ from gw_detectron.workbench.run import Trainer
 from gw_detectron.workbench.run.optimizer import accumulated_step
 from gw_detectron.workbench.run.processes import launch_from_args
 from tests.shapes import register_shapes
-from tests.tiny_run import words
-
-from ...tiny_run import config_of
+from tests.tiny_run import config_of, words
 
 #: norm of the processes -> norm of the one process with the joint batch
 NORMS = {
@@ -75,7 +73,9 @@ def relative_norm(found: dict[str, Tensor], expected: dict[str, Tensor]) -> floa
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad
+    }
 
 
 def averages(model: nn.Module) -> dict[str, Tensor]:
@@ -103,18 +103,21 @@ def compare_with_joint_batch(norm: str, share: list[int]) -> float:
     rank, processes = comm.get_rank(), comm.get_world_size()
     images = torch.randn(4, 3, SIDE, SIDE, generator=rng, dtype=torch.float64)
     weights = [
-        torch.randn(4, 32, SIDE >> k, SIDE >> k, generator=rng).double() for k in range(2, 7)
+        torch.randn(4, 32, SIDE >> k, SIDE >> k, generator=rng).double()
+        for k in range(2, 7)
     ]
     torch.manual_seed(0)
     start, reference = (
-        build_backbone(norm_config(name)).double().train() for name in (norm, NORMS[norm])
+        build_backbone(norm_config(name)).double().train()
+        for name in (norm, NORMS[norm])
     )
     reference.load_state_dict(start.state_dict())
 
     def step(model: nn.Module, mine: slice) -> None:
         features = model(images[mine]).values()
         loss = sum(
-            (y * weight[mine]).sum() for y, weight in zip(features, weights, strict=True)
+            (y * weight[mine]).sum()
+            for y, weight in zip(features, weights, strict=True)
         )
         loss.backward()
 
@@ -145,7 +148,8 @@ def record(index: int) -> dict:
 def compare_gradients(args: argparse.Namespace) -> None:
     """Write the differences from one process, and those of accumulated gradients, to ``gradients.pt``."""
     found: dict[str, Any] = {
-        norm: [compare_with_joint_batch(norm, share) for share in SHARES] for norm in NORMS
+        norm: [compare_with_joint_batch(norm, share) for share in SHARES]
+        for norm in NORMS
     }
     found["accumulated"] = accumulate_gradients()
     if comm.is_main_process():
@@ -160,14 +164,18 @@ class MeanSquare(nn.Module):
         self.backbone = backbone
 
     def forward(self, images: Tensor) -> Tensor:
-        return sum(feature.square().mean() for feature in self.backbone(images).values())
+        return sum(
+            feature.square().mean() for feature in self.backbone(images).values()
+        )
 
 
 def accumulate_gradients() -> float:
     """Accumulate two images in each process; return the difference from the joint batch."""
     first, processes = 2 * comm.get_rank(), comm.get_world_size()
     rng = torch.Generator().manual_seed(0)
-    images = torch.randn(2 * processes, 3, SIDE, SIDE, generator=rng, dtype=torch.float64)
+    images = torch.randn(
+        2 * processes, 3, SIDE, SIDE, generator=rng, dtype=torch.float64
+    )
     torch.manual_seed(0)
     model = MeanSquare(build_backbone(norm_config("GW:groups=16")).double().train())
     parallel = create_ddp_model(model, broadcast_buffers=False, device_ids=None)
@@ -194,7 +202,9 @@ def train(args: argparse.Namespace) -> None:
         noted["parameters"] = digest(dict(model.named_parameters()))
         noted["state"] = digest(model.state_dict())
         noted["without gradient"] = [
-            name for name, p in model.named_parameters() if p.requires_grad and p.grad is None
+            name
+            for name, p in model.named_parameters()
+            if p.requires_grad and p.grad is None
         ]
         return results
 

@@ -29,15 +29,22 @@ def detector(norm: str, *, masks: bool) -> torch.nn.Module:
 
     All anchors are sampled, and all images have the same proposals: NMS would compare boxes in float32.
     """
-    sampled = {f"MODEL__{part}__BATCH_SIZE_PER_IMAGE": 100_000 for part in ("RPN", "ROI_HEADS")}
+    sampled = {
+        f"MODEL__{part}__BATCH_SIZE_PER_IMAGE": 100_000 for part in ("RPN", "ROI_HEADS")
+    }
     torch.manual_seed(0)
     model = build_model(
         norm_config(
-            norm, **sampled, MODEL__ROI_HEADS__PROPOSAL_APPEND_GT=False, MODEL__MASK_ON=masks
+            norm,
+            **sampled,
+            MODEL__ROI_HEADS__PROPOSAL_APPEND_GT=False,
+            MODEL__MASK_ON=masks,
         )
     ).double()
     model.proposal_generator.predict_proposals = lambda anchors, logits, deltas, sizes: [
-        Instances(size, proposal_boxes=Boxes(BOXES.clone()), objectness_logits=BOXES[:, 0])
+        Instances(
+            size, proposal_boxes=Boxes(BOXES.clone()), objectness_logits=BOXES[:, 0]
+        )
         for size in sizes
     ]
     return model
@@ -103,7 +110,9 @@ def test_is_the_mean_over_the_batches_where_losses_are_divided_by_counts_of_the_
     means = {name: sum(part[name] for part in alone) / 4 for name in found}
     assert relative(found, means) < 1e-11
     differing = {
-        name for name in found if relative({name: found[name]}, {name: joint[name]}) > 1e-9
+        name
+        for name in found
+        if relative({name: found[name]}, {name: joint[name]}) > 1e-9
     }
     assert "roi_heads.mask_head.predictor.weight" in differing
     assert not [name for name in differing if "box" in name or "rpn" in name]
@@ -129,11 +138,15 @@ NEEDS_GPU = [
 ]
 
 
-@pytest.mark.parametrize("kind", [SimpleTrainer, pytest.param(AMPTrainer, marks=NEEDS_GPU)])
+@pytest.mark.parametrize(
+    "kind", [SimpleTrainer, pytest.param(AMPTrainer, marks=NEEDS_GPU)]
+)
 def test_one_batch_is_the_step_of_detectron2(kind):
     torch.manual_seed(0)
     device = "cuda" if kind is AMPTrainer else "cpu"
-    network = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    network = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)
+    )
     batches = torch.randn(3, 4, 8, device=device)
 
     def train(run_step):
@@ -164,14 +177,18 @@ class Product(torch.nn.Module):
 
 
 def product_after(
-    batches: list[float], clip: float | None = None, scaler: torch.amp.GradScaler | None = None
+    batches: list[float],
+    clip: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> float:
     """Return the weight of a Product after SGD with learning rate 1 and two batches a step."""
     model = Product()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     if clip:
         cfg = get_cfg()
-        cfg.SOLVER.CLIP_GRADIENTS.update(ENABLED=True, CLIP_TYPE="norm", CLIP_VALUE=clip)
+        cfg.SOLVER.CLIP_GRADIENTS.update(
+            ENABLED=True, CLIP_TYPE="norm", CLIP_VALUE=clip
+        )
         optimizer = maybe_add_gradient_clipping(cfg, optimizer)
     trainer = SimpleTrainer(model, batches, optimizer)
     if scaler:
@@ -227,7 +244,9 @@ class TestTrainer:
         return Trainer(config_of(arguments(folder, **SCHEDULE | overrides)))
 
     def test_an_iteration_is_a_step_and_resuming_is_exact(self, tmp_path):
-        unclipped = {"SOLVER__CLIP_GRADIENTS__ENABLED": False}  # hooks are called twice with it
+        unclipped = {
+            "SOLVER__CLIP_GRADIENTS__ENABLED": False
+        }  # hooks are called twice with it
         whole = self.trainer(tmp_path, **unclipped)
         rates = []
         whole.optimizer.register_step_pre_hook(
@@ -239,7 +258,9 @@ class TestTrainer:
         assert whole.data_loader.batches == 8
         assert rates == pytest.approx([0.005 / 1000, 0.005, 0.005, 0.0005])
         lines = (tmp_path / "metrics.json").read_text().splitlines()
-        trained = [record for record in map(json.loads, lines) if "total_loss" in record]
+        trained = [
+            record for record in map(json.loads, lines) if "total_loss" in record
+        ]
         assert [record["iteration"] for record in trained] == [3]
 
         (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
@@ -248,12 +269,17 @@ class TestTrainer:
         assert (resumed.start_iter, resumed.data_loader.batches) == (2, 4)
 
         resumed.train()
-        found, expected = dict(resumed.model.state_dict()), dict(whole.model.state_dict())
+        found, expected = (
+            dict(resumed.model.state_dict()),
+            dict(whole.model.state_dict()),
+        )
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
     def test_a_signal_waits_for_the_last_batch(self, tmp_path):
         trainer = self.trainer(tmp_path)
-        trainer.model.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGTERM))
+        trainer.model.register_forward_pre_hook(
+            lambda *_: signal.raise_signal(signal.SIGTERM)
+        )
 
         with pytest.raises(Interrupted, match="143"):
             trainer.train()

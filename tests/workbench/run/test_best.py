@@ -43,7 +43,9 @@ def test_the_average_is_the_formula_for_weights_and_statistics_alike():
         decay = min(0.6, (1 + count) / (10 + count))
         for name, value in model.state_dict().items():
             if value.is_floating_point():
-                before = expected.get(name, value)  # the average starts with the first weights
+                before = expected.get(
+                    name, value
+                )  # the average starts with the first weights
                 expected[name] = decay * before + (1 - decay) * value
 
     averaged = hook.averaged.state_dict()
@@ -72,7 +74,9 @@ def test_averaged_weights_are_evaluated_and_saved_and_trained_weights_are_resume
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     evaluated = []
-    monkeypatch.setattr(Trainer, "test", lambda self, cfg, model: evaluated.append(model) or {})
+    monkeypatch.setattr(
+        Trainer, "test", lambda self, cfg, model: evaluated.append(model) or {}
+    )
     first = trainer(tmp_path)
     first.train()
     trained, averaged = state(first.model), state(evaluated[0])
@@ -136,7 +140,9 @@ def best_predictions(folder):
     return json.loads((folder / "inference" / "model_best_results.json").read_text())
 
 
-def test_the_best_weights_are_kept_and_used_and_patience_ends_the_run(tmp_path, scripted):
+def test_the_best_weights_are_kept_and_used_and_patience_ends_the_run(
+    tmp_path, scripted
+):
     nan = float("nan")  # does not count for patience
     left = scripted(nan, nan, 5.0, 5.0, 4.0, 9.0)
 
@@ -214,7 +220,10 @@ def test_a_score_that_never_comes_does_not_end_the_run(tmp_path, scripted):
     run(tmp_path, "--ignore-preflight", TEST__BEST="bbox/APx", TEST__PATIENCE=1)
 
     assert not left
-    assert "bbox/APx" in (tmp_path / "log.txt").read_text().rpartition("Given val metric")[2]
+    assert (
+        "bbox/APx"
+        in (tmp_path / "log.txt").read_text().rpartition("Given val metric")[2]
+    )
 
 
 def test_an_ended_run_is_evaluated_with_augmentation(tmp_path, scripted, monkeypatch):
@@ -233,7 +242,9 @@ def test_an_extended_run_keeps_the_best_weights_of_the_finished_one(tmp_path, sc
     scripted(10.0, 40.0)
     run(tmp_path, TEST__EVAL_PERIOD=2, SOLVER__MAX_ITER=3)
 
-    left = scripted(40.0, 20.0, 5.0)  # of the 3rd iteration again, the 4th and the last one
+    left = scripted(
+        40.0, 20.0, 5.0
+    )  # of the 3rd iteration again, the 4th and the last one
     run(tmp_path, "--resume", TEST__EVAL_PERIOD=2)
 
     assert not left and checkpoint(tmp_path, "best")["iteration"] == 2
@@ -285,10 +296,14 @@ def test_the_lowest_loss_is_the_best(tmp_path):
     run(tmp_path, TEST__BEST=name, TEST__LOSS=True, SOLVER__MAX_ITER=2)
 
     folder = RunFolder(tmp_path)
-    losses = {record[name]: record["iteration"] for record in folder.metrics if name in record}
+    losses = {
+        record[name]: record["iteration"] for record in folder.metrics if name in record
+    }
     best = checkpoint(tmp_path, "best")["iteration"]
     assert len(losses) == 2 and losses[min(losses)] == best == folder.best_iteration - 1
-    line = (tmp_path / "log.txt").read_text().partition("iter: 1 ")[2].partition("\n")[0]
+    line = (
+        (tmp_path / "log.txt").read_text().partition("iter: 1 ")[2].partition("\n")[0]
+    )
     assert "validation" not in line
 
 
@@ -310,7 +325,10 @@ def test_the_best_of_two_datasets_is_named_by_its_dataset(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"TEST__BEST": "segm/AP", "DATASETS__TEST": TWO}, "gw_synthetic_train/segm/AP,"),
+        (
+            {"TEST__BEST": "segm/AP", "DATASETS__TEST": TWO},
+            "gw_synthetic_train/segm/AP,",
+        ),
         ({"TEST__BEST": "box/AP"}, "TEST.BEST.*bbox/AP, .*bbox/AP-star, .*segm/APl"),
         ({"TEST__BEST": "segm/AP", "MODEL__MASK_ON": False}, "TEST.BEST"),
         ({"TEST__BEST": "bbox/AP", "TEST__EVAL_PERIOD": 0}, "TEST.EVAL_PERIOD"),
@@ -330,7 +348,9 @@ def test_scores_and_numbers_that_cannot_be_used_are_refused_before_the_run(
 
 def test_validation_losses_are_means_over_images_that_change_nothing(tmp_path):
     """RetinaNet samples nothing, so that each image can be computed alone."""
-    trainer = Trainer(config_of(arguments(tmp_path, MODEL__RESNETS__NORM="BN", **RETINANET)))
+    trainer = Trainer(
+        config_of(arguments(tmp_path, MODEL__RESNETS__NORM="BN", **RETINANET))
+    )
     model = trainer.checkpointer.model
     norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
     for layer in norms:
@@ -348,7 +368,9 @@ def test_validation_losses_are_means_over_images_that_change_nothing(tmp_path):
 
     augmentations = build_augmentation(trainer.cfg, False)
     mapper = DatasetMapper(trainer.cfg, True, augmentations=augmentations)
-    records = Trainer.build_test_loader(trainer.cfg, "gw_synthetic_val").dataset._dataset
+    records = Trainer.build_test_loader(
+        trainer.cfg, "gw_synthetic_val"
+    ).dataset._dataset
     for layer in norms:
         layer.eval()
     expected = []

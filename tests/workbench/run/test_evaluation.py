@@ -13,7 +13,10 @@ from pycocotools.cocoeval import COCOeval
 
 from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.workbench.run.checks import check_run
-from gw_detectron.workbench.run.evaluation import DenseCOCOEvaluator, build_coco_evaluator
+from gw_detectron.workbench.run.evaluation import (
+    DenseCOCOEvaluator,
+    build_coco_evaluator,
+)
 
 from ..sound_run import config
 
@@ -75,7 +78,9 @@ def evaluate(path, task, detections=500):
     truth = json.loads(path.read_text())["annotations"]
 
     for image in (1, 2):
-        objects = [annotation for annotation in truth if annotation["image_id"] == image]
+        objects = [
+            annotation for annotation in truth if annotation["image_id"] == image
+        ]
         boxes = np.array([annotation["bbox"] for annotation in objects])
         boxes = boxes + random.normal(0, 0.4, boxes.shape)
         boxes[:, 2:] += boxes[:, :2]
@@ -93,7 +98,9 @@ def evaluate(path, task, detections=500):
     return scores, [one for part in evaluator._predictions for one in part["instances"]]
 
 
-@pytest.mark.parametrize(("count", "detections", "limit"), [(150, 100, 150), (272, 500, 500)])
+@pytest.mark.parametrize(
+    ("count", "detections", "limit"), [(150, 100, 150), (272, 500, 500)]
+)
 def test_boxes_beyond_the_limit(crowded, count, detections, limit):
     path = crowded(count)
 
@@ -153,7 +160,8 @@ def test_a_python_dataset_whose_ids_are_names_stays_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("count", "best"), [(150, "bbox/AP@150"), (150, "bbox/AP@500"), (100, "bbox/AP@100")]
+    ("count", "best"),
+    [(150, "bbox/AP@150"), (150, "bbox/AP@500"), (100, "bbox/AP@100")],
 )
 @pytest.mark.parametrize("detections", [100, 500])
 def test_the_best_weights_may_be_those_of_the_added_ap(

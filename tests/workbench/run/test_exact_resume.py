@@ -70,7 +70,9 @@ def state(output):
         if path.is_file():
             content = torch.load(path, weights_only=True)
             kept[name] = [content.get(key) for key in ("model", "trainer", "iteration")]
-    lines = [json.loads(line) for line in (output / "losses.txt").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (output / "losses.txt").read_text().splitlines()
+    ]
     return tree_map_only(torch.Tensor, digest, {**kept, "losses": dict(lines)})
 
 
@@ -91,7 +93,10 @@ CASES = {
         [4, 7],
     ),
     "patience": ({**EVALUATED, **PATIENCE}, [4, 12]),
-    "batch whitening": ({"MODEL__FPN__NORM": BW, "MODEL__ROI_MASK_HEAD__NORM": BW}, [5]),
+    "batch whitening": (
+        {"MODEL__FPN__NORM": BW, "MODEL__ROI_MASK_HEAD__NORM": BW},
+        [5],
+    ),
 }
 
 
@@ -127,7 +132,12 @@ def test_without_a_seed_the_drawn_one_is_restored_and_repeats_the_run(tmp_path):
 @pytest.fixture
 def trainer_for(tmp_path):
     def build(**overrides):
-        schedule = {**SCHEDULE, "SOLVER__MAX_ITER": 2, "SOLVER__STEPS": "()", **overrides}
+        schedule = {
+            **SCHEDULE,
+            "SOLVER__MAX_ITER": 2,
+            "SOLVER__STEPS": "()",
+            **overrides,
+        }
         return Trainer(config_of(arguments(tmp_path, **schedule)))
 
     return build
@@ -178,7 +188,11 @@ def warnings_of_resuming(trainer, caplog):
         ({}, "", 6),
         ({"SOLVER__IMS_PER_BATCH": 4}, "images_per_batch 2 -> 4", 3),
         ({"SEED": 8}, "SEED 8 .* 7", 6),
-        ({"SOLVER__BASE_LR": 0.01}, "SOLVER.BASE_LR 0.005 in the checkpoint, 0.01 here", 6),
+        (
+            {"SOLVER__BASE_LR": 0.01},
+            "SOLVER.BASE_LR 0.005 in the checkpoint, 0.01 here",
+            6,
+        ),
     ],
 )
 def test_what_differs_from_the_checkpoint_is_a_warning(
@@ -199,7 +213,9 @@ def test_an_overridden_loader_works_and_says_that_it_has_no_position(tmp_path, c
         def build_train_loader(cls, cfg):
             yield from super().build_train_loader(cfg)
 
-    args = arguments(tmp_path, **{**SCHEDULE, "SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()"})
+    args = arguments(
+        tmp_path, **{**SCHEDULE, "SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()"}
+    )
     WithGenerator(config_of(args)).train()
 
     warnings = warnings_of_resuming(WithGenerator(config_of(args)), caplog)

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 
 
 def trainer_for(tmp_path, **overrides) -> Trainer:
-    return Trainer(config_of(arguments(tmp_path, **{"DATASETS__TEST": "()", **overrides})))
+    return Trainer(
+        config_of(arguments(tmp_path, **{"DATASETS__TEST": "()", **overrides}))
+    )
 
 
 class TestNonFinite:
@@ -41,7 +43,9 @@ class TestNonFinite:
                     batch[1]["file_name"] = "pictures/broken.tif"
                     yield batch
 
-        trainer = WithNan(config_of(arguments(tmp_path, MODEL__RESNETS__WHITEN_NORM=norm)))
+        trainer = WithNan(
+            config_of(arguments(tmp_path, MODEL__RESNETS__WHITEN_NORM=norm))
+        )
         with pytest.raises(NonFiniteError, match=r"iteration 0.*\n.*broken.tif"):
             trainer.train()
 
@@ -52,8 +56,12 @@ class TestNonFinite:
         self, tmp_path, name, value
     ):
         trainer = trainer_for(tmp_path)
-        with torch.no_grad():  # the second is finite itself, but not after the convolution
-            trainer.model.get_submodule(f"backbone.bottom_up.{name}").weight.fill_(value)
+        with (
+            torch.no_grad()
+        ):  # the second is finite itself, but not after the convolution
+            trainer.model.get_submodule(f"backbone.bottom_up.{name}").weight.fill_(
+                value
+            )
         with pytest.raises(NonFiniteError, match=rf"\n.*first module .*{name}[. ]"):
             trainer.train()
         log = (tmp_path / "log.txt").read_text()
@@ -77,7 +85,9 @@ class TestNonFinite:
         guard = LossGuard(model)
         model([{"image": torch.zeros(3, 8, 8), "file_name": "a.jpg"}])
         assert "a.jpg" in guard.explain()
-        assert not norm.training, "in training its statistics would be those of all processes"
+        assert not norm.training, (
+            "in training its statistics would be those of all processes"
+        )
 
 
 def test_an_unexpected_error_keeps_its_traceback_in_the_log(tmp_path):
@@ -94,7 +104,9 @@ def test_a_training_goes_on_when_the_reader_of_its_output_has_ended(tmp_path):
         os.dup2(writing, sys.stdout.fileno())
         os.close(writing)
         os.close(reading)
-        training(arguments(tmp_path / "run", SOLVER__MAX_ITER=2, SOLVER__STEPS="()"))(report)
+        training(arguments(tmp_path / "run", SOLVER__MAX_ITER=2, SOLVER__STEPS="()"))(
+            report
+        )
 
     with child(work, tmp_path / "errors") as run:
         assert run.wait() == 0, run.output()
@@ -144,7 +156,11 @@ def kill():
 
 #: what a mapper in a worker does -> error of the run, words that it or the screen has
 CAUSES = {
-    "missing file": (lambda: Path("depth/1.png").read_bytes(), SystemExit, "'depth/1.png'"),
+    "missing file": (
+        lambda: Path("depth/1.png").read_bytes(),
+        SystemExit,
+        "'depth/1.png'",
+    ),
     "no permission": (refuse_permission, SystemExit, "denied: 'mask.png'"),
     "no connection": (refuse_connection, ConnectionRefusedError, "refused by tracker"),
     "wrong key": (lambda: {}["polygons"], KeyError, "polygons"),

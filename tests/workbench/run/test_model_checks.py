@@ -48,17 +48,26 @@ def test_all_errors_are_raised_together(check):
     ("changes", "words"),
     [
         ({"DATASETS__TRAIN": ()}, ["DATASETS.TRAIN (empty)"]),
-        ({"DATASETS__TRAIN": ("coco_2017_trian",)}, ["'coco_2017_trian'", "coco_2017_train"]),
+        (
+            {"DATASETS__TRAIN": ("coco_2017_trian",)},
+            ["'coco_2017_trian'", "coco_2017_train"],
+        ),
         (
             {"MODEL__ROI_HEADS__NUM_CLASSES": 80},
             ["MODEL.ROI_HEADS.NUM_CLASSES (80)", "NUM_CLASSES 2"],
         ),
-        ({"MODEL__BACKBONE__FREEZE_AT": 2}, ["MODEL.BACKBONE.FREEZE_AT (2)", "FREEZE_AT 0"]),
+        (
+            {"MODEL__BACKBONE__FREEZE_AT": 2},
+            ["MODEL.BACKBONE.FREEZE_AT (2)", "FREEZE_AT 0"],
+        ),
         (
             {"MODEL__RESNETS__WHITEN_NORM": "FrozenBW:channels=16"},
             ["9 layers", "stem.conv1.norm"],
         ),
-        ({"MODEL__ROI_MASK_HEAD__NORM": "FrozenBN"}, ["FrozenBN", "roi_heads.mask_head."]),
+        (
+            {"MODEL__ROI_MASK_HEAD__NORM": "FrozenBN"},
+            ["FrozenBN", "roi_heads.mask_head."],
+        ),
         ({"SOLVER__BASE_LR": float("nan")}, ["SOLVER.BASE_LR (nan)"]),
         ({"SOLVER__CHECKPOINT_PERIOD": 0}, ["SOLVER.CHECKPOINT_PERIOD (0)"]),
         ({"SOLVER__ACCUMULATE": 0}, ["SOLVER.ACCUMULATE (0)"]),
@@ -70,7 +79,10 @@ def test_all_errors_are_raised_together(check):
         ({"MODEL__FPN__NORM": "GW:groups=7"}, ["MODEL", "32", "7"]),
         ({"MODEL__RESNETS__NORM": "XN"}, ["MODEL.RESNETS.NORM", "XN", "GW"]),
         ({"MODEL__RESNETS__WHITEN_POSITIONS": "S1-B3"}, ["S1-B3"]),
-        ({"MODEL__BACKBONE__NAME": "build_no_such_backbone"}, ["build_no_such_backbone"]),
+        (
+            {"MODEL__BACKBONE__NAME": "build_no_such_backbone"},
+            ["build_no_such_backbone"],
+        ),
     ],
 )
 def test_a_config_that_cannot_learn(check, changes, words):
@@ -122,7 +134,9 @@ def test_images_are_counted_per_process(check, monkeypatch):
     assert not check(SOLVER__IMS_PER_BATCH=4).errors
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks about a machine without a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="speaks about a machine without a GPU"
+)
 def test_no_gpu(check):
     error = only_error(check(MODEL__DEVICE="cuda"))
     assert "MODEL.DEVICE ('cuda')" in error
@@ -159,7 +173,10 @@ MASK_HEAD = {
             ["ROI_MASK_HEAD.NORM ('GW')", "GWMaskRCNNConvUpsampleHead"],
         ),
         (
-            {"MODEL__META_ARCHITECTURE": "PanopticFPN", "MODEL__SEM_SEG_HEAD__NORM": "GW"},
+            {
+                "MODEL__META_ARCHITECTURE": "PanopticFPN",
+                "MODEL__SEM_SEG_HEAD__NORM": "GW",
+            },
             ["MODEL.SEM_SEG_HEAD.NORM ('GW')", "GWSemSegFPNHead"],
         ),
         # a key that the component does not read
@@ -169,7 +186,10 @@ MASK_HEAD = {
         ),
         (
             BOX_HEAD
-            | {"MODEL__ROI_BOX_HEAD__NORM": "GN", "MODEL__ROI_BOX_HEAD__SINGLE_RELU": True},
+            | {
+                "MODEL__ROI_BOX_HEAD__NORM": "GN",
+                "MODEL__ROI_BOX_HEAD__SINGLE_RELU": True,
+            },
             ["SINGLE_RELU (True)", "GWFastRCNNConvFCHead"],
         ),
         (
@@ -218,7 +238,9 @@ def test_semantic_segmentation_needs_its_classes(tmp_path, small_dataset):
 
 
 @pytest.mark.parametrize("name", [PANOPTIC, KEYPOINTS, RETINANET])
-def test_test_time_augmentation_that_detectron2_does_not_have(tmp_path, small_dataset, name):
+def test_test_time_augmentation_that_detectron2_does_not_have(
+    tmp_path, small_dataset, name
+):
     cfg = run_of(name, tmp_path, TEST__AUG__ENABLED=True)
     (error,) = errors(cfg)
     assert "TEST.AUG.ENABLED (True)" in error
@@ -229,7 +251,10 @@ def test_test_time_augmentation_that_detectron2_does_not_have(tmp_path, small_da
     [
         ({"SOLVER__IMS_PER_BATCH": 1}, {"MODEL__RESNETS__NORM": "GW"}),
         (
-            {"SOLVER__IMS_PER_BATCH": 1, "MODEL__RESNETS__WHITEN_NORM": "BW:channels=16"},
+            {
+                "SOLVER__IMS_PER_BATCH": 1,
+                "MODEL__RESNETS__WHITEN_NORM": "BW:channels=16",
+            },
             {"MODEL__RESNETS__NORM": "GN", "MODEL__RESNETS__WHITEN_NORM": "GN"},
         ),
         ({"MODEL__RESNETS__NORM": "FrozenBN"}, {"MODEL__RESNETS__NORM": "GW"}),

@@ -42,7 +42,9 @@ def hold(folder):
     return work
 
 
-def test_a_second_training_is_refused_before_it_writes_anything(tmp_path, small_dataset):
+def test_a_second_training_is_refused_before_it_writes_anything(
+    tmp_path, small_dataset
+):
     output = tmp_path / "run"
     long = training(arguments(output, SOLVER__MAX_ITER=500, SOLVER__STEPS="()"))
     with child(long, tmp_path / "log") as first:
@@ -243,7 +245,9 @@ def test_a_link_to_a_checkpoint_that_was_moved_away(tmp_path):
     assert "there is no other checkpoint" in error
 
 
-@pytest.mark.parametrize("name", ["model_best.pth", "model_final.pth", "last_checkpoint"])
+@pytest.mark.parametrize(
+    "name", ["model_best.pth", "model_final.pth", "last_checkpoint"]
+)
 def test_a_run_that_crashed_before_its_first_checkpoint_is_not_mixed_with_another_one(
     tmp_path, name
 ):
@@ -254,7 +258,11 @@ def test_a_run_that_crashed_before_its_first_checkpoint_is_not_mixed_with_anothe
 
 @pytest.mark.parametrize(
     "late",
-    [{"SOLVER__LR_SCHEDULER_NAME": "Other"}, {"TRACKER": "other"}, {"MODEL__WEIGHTS": "w.pth"}],
+    [
+        {"SOLVER__LR_SCHEDULER_NAME": "Other"},
+        {"TRACKER": "other"},
+        {"MODEL__WEIGHTS": "w.pth"},
+    ],
 )
 def test_a_run_that_is_refused_while_it_is_built_leaves_the_checkpoints(
     earlier, small_dataset, monkeypatch, late
@@ -262,14 +270,20 @@ def test_a_run_that_is_refused_while_it_is_built_leaves_the_checkpoints(
     monkeypatch.chdir(earlier)
     stem = {"backbone.bottom_up.stem.conv1.weight": torch.zeros(64, 3, 7, 7)}
     torch.save({"model": stem}, "w.pth")
-    kept = [path for path in earlier.iterdir() if path.is_file() and path.name != "log.txt"]
+    written = ("log.txt", "metrics.json")
+    kept = [
+        path
+        for path in earlier.iterdir()
+        if path.is_file() and path.name not in written
+    ]
     before = [path.read_bytes() for path in kept]
 
     with pytest.raises((ValueError, ImportError)):
         main(arguments(earlier, "--overwrite", **SHORT, **late))
 
     assert [path.read_bytes() for path in kept] == before
-    assert (earlier / "log.txt").read_text().startswith("earlier")
+    for name in written:
+        assert (earlier / name).read_text().startswith("earlier")
 
 
 @pytest.mark.parametrize("eval_only", [False, True])
@@ -287,7 +301,9 @@ def test_the_config_is_replaced_as_a_whole(tmp_path, small_dataset, eval_only):
     assert "BASE_LR: 0.2" in path.read_text()
 
 
-def test_a_finished_run_is_replaced_only_on_request(tmp_path, one_thread, small_dataset):
+def test_a_finished_run_is_replaced_only_on_request(
+    tmp_path, one_thread, small_dataset
+):
     main(arguments(tmp_path, **{**SHORT, "SOLVER__MAX_ITER": 2}))
     checkpoint = (tmp_path / "model_final.pth").read_bytes()
 

@@ -44,7 +44,9 @@ def launch_two(
     ended = subprocess.run(
         [sys.executable, *launcher, CASES, case, *flags],
         env=environment(
-            SHAPES=str(shapes), GLOO_SOCKET_IFNAME="lo", FAILED_FILE=str(output / "failed")
+            SHAPES=str(shapes),
+            GLOO_SOCKET_IFNAME="lo",
+            FAILED_FILE=str(output / "failed"),
         ),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -65,7 +67,9 @@ def two_processes(shapes, tmp_path_factory) -> tuple[Path, list[dict]]:
 def test_two_processes_train_the_same_parameters(two_processes):
     _, (first, second) = two_processes
     assert first["parameters"] == second["parameters"]
-    assert first["state"] == second["state"], "the evaluation has shared BN's statistics"
+    assert first["state"] == second["state"], (
+        "the evaluation has shared BN's statistics"
+    )
     assert first["without gradient"] == second["without gradient"] == []
     assert (first["local"], second["local"]) == ((0, 2), (1, 2))
 
@@ -147,8 +151,14 @@ def test_all_processes_end_if_one_fails(shapes, tmp_path, kind, reason):
 @pytest.mark.parametrize(
     ("error", "reported"),
     [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer"), True),
-        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting"), True),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer"),
+            True,
+        ),
+        (
+            RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting"),
+            True,
+        ),
         (dist.DistStoreError("wait timeout after 8000ms"), True),
         (RuntimeError("[gloo/transport/tcp/pair.cc:446] op.preamble.length"), False),
         (RuntimeError(), False),
@@ -163,12 +173,16 @@ def test_a_lost_process_is_reported_and_a_bug_keeps_its_traceback(error, reporte
         launch_from_args(fail, args)
 
     if reported:
-        assert isinstance(raised.value, UserError) and "--dist-timeout" in str(raised.value)
+        assert isinstance(raised.value, UserError) and "--dist-timeout" in str(
+            raised.value
+        )
     else:
         assert raised.value is error
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks about a machine without a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="speaks about a machine without a GPU"
+)
 def test_several_processes_without_a_gpu_need_torchrun():
     with pytest.raises(ConfigError, match="--num-gpus 2.*torchrun"):
         launch_from_args(print, get_parser().parse_args(["--num-gpus", "2"]))
@@ -182,7 +196,9 @@ def test_several_processes_without_a_gpu_need_torchrun():
         OSError(errno.ENOSPC, "No space left on device"),
         NonFiniteError("the covariance holds NaN"),
         MemoryError(),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"),
+        RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+        ),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError(
             "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
@@ -208,7 +224,9 @@ def test_an_error_that_is_not_the_users_keeps_its_traceback():
     ("rank", "failed"),
     [(0, [True, True]), (1, [True, True]), (1, [False, True]), (0, [False, True])],
 )
-def test_an_error_of_several_processes_is_reported_once(process_group, capsys, rank, failed):
+def test_an_error_of_several_processes_is_reported_once(
+    process_group, capsys, rank, failed
+):
     def gather(mine):
         assert mine == failed[rank]
         return failed

@@ -24,7 +24,9 @@ def test_a_request_takes_only_its_own_flags():
     request = RunRequest.from_flags(flags)
 
     data = DatasetFlags(train_json="a.json")
-    assert request == RunRequest(config_file="a.yaml", resume=True, num_gpus=0, data=data)
+    assert request == RunRequest(
+        config_file="a.yaml", resume=True, num_gpus=0, data=data
+    )
 
 
 def test_the_parser_has_all_flags_of_a_request():

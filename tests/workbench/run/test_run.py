@@ -96,7 +96,9 @@ class TestFlags:
 
     def test_a_refused_run_leaves_the_folder_as_it_was(self, copy, tmp_path):
         def times():
-            return {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("[!.]*")}
+            return {
+                path.name: path.stat().st_mtime_ns for path in tmp_path.glob("[!.]*")
+            }
 
         before = times()
         with pytest.raises(PreflightError, match=r"MODEL.FPN.NORM \('XX'\)"):
@@ -109,7 +111,11 @@ class TestFlags:
         assert not new.exists()
 
     def test_problems_that_are_ignored_become_warnings(self, tmp_path):
-        main(arguments(tmp_path, "--ignore-preflight", MODEL__BACKBONE__FREEZE_AT=2, **SHORT))
+        main(
+            arguments(
+                tmp_path, "--ignore-preflight", MODEL__BACKBONE__FREEZE_AT=2, **SHORT
+            )
+        )
 
         log = (tmp_path / "log.txt").read_text()
         assert re.search(r"WARNING.*MODEL.BACKBONE.FREEZE_AT \(2\)", log)
@@ -125,10 +131,16 @@ class TestFlags:
     @pytest.mark.parametrize(
         ("max_iter", "steps"), [(900, (60, 80)), (45, (30, 40)), (2, (1,)), (1, ())]
     )
-    def test_drops_of_the_rate_move_with_a_shortened_schedule(self, tmp_path, max_iter, steps):
+    def test_drops_of_the_rate_move_with_a_shortened_schedule(
+        self, tmp_path, max_iter, steps
+    ):
         base = tmp_path / "base.yaml"
-        base.write_text(f"_BASE_: {CONFIG}\nSOLVER: {{MAX_ITER: 90, STEPS: [60, 80]}}\n")
-        args = get_parser().parse_args(["--num-gpus", "0", "SOLVER.MAX_ITER", str(max_iter)])
+        base.write_text(
+            f"_BASE_: {CONFIG}\nSOLVER: {{MAX_ITER: 90, STEPS: [60, 80]}}\n"
+        )
+        args = get_parser().parse_args(
+            ["--num-gpus", "0", "SOLVER.MAX_ITER", str(max_iter)]
+        )
         args.config_file = str(base)
         assert steps == config_of(args).SOLVER.STEPS
 
@@ -137,15 +149,26 @@ class TestFlags:
 
     @pytest.mark.parametrize("device", ["mps", "xpu", "cuda:1"])
     def test_no_gpu_of_cuda_leaves_another_device_that_is_named(self, device):
-        flags = ["--num-gpus", "0", "--config-file", str(CONFIG), "MODEL.DEVICE", device]
+        flags = [
+            "--num-gpus",
+            "0",
+            "--config-file",
+            str(CONFIG),
+            "MODEL.DEVICE",
+            device,
+        ]
         args = get_parser().parse_args(flags)
         assert device == config_of(args).MODEL.DEVICE
 
     @pytest.mark.parametrize(("gpus", "told"), [("1", True), ("0", False)])
-    def test_a_gpu_that_the_config_leaves_idle_is_told(self, monkeypatch, caplog, gpus, told):
+    def test_a_gpu_that_the_config_leaves_idle_is_told(
+        self, monkeypatch, caplog, gpus, told
+    ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(logging.getLogger("gw_detectron"), "propagate", True)
-        args = get_parser().parse_args(["--num-gpus", gpus, "--config-file", str(CONFIG)])
+        args = get_parser().parse_args(
+            ["--num-gpus", gpus, "--config-file", str(CONFIG)]
+        )
 
         cfg = config_of(args)
 
@@ -173,7 +196,13 @@ class TestFlags:
         if start != "resume":
             assert "eta: " in before
         log = (folder / "log.txt").read_text()
-        for words in ("sys.platform", "Model:", "(backbone)", "Serializing", "total_loss"):
+        for words in (
+            "sys.platform",
+            "Model:",
+            "(backbone)",
+            "Serializing",
+            "total_loss",
+        ):
             assert words in log
         assert "\x1b" not in log + before
 
@@ -200,7 +229,11 @@ class TestWeights:
         options = {**RESNET, "DATASETS__TEST": "('gw_synthetic_val',)"}
 
         with pytest.raises(UserError, match="MODEL.WEIGHTS .*missing"):
-            main(arguments(tmp_path / "out", "--eval-only", MODEL__WEIGHTS=weights, **options))
+            main(
+                arguments(
+                    tmp_path / "out", "--eval-only", MODEL__WEIGHTS=weights, **options
+                )
+            )
 
     def test_an_evaluation_needs_tensors_of_its_shapes(self, copy, tmp_path):
         options = {
@@ -211,7 +244,9 @@ class TestWeights:
             main(arguments(tmp_path, "--eval-only", "--ignore-preflight", **options))
 
     @pytest.mark.parametrize(
-        "flags", [["--resume"], ["--eval-only"], []], ids=["resume", "evaluate", "fine-tune"]
+        "flags",
+        [["--resume"], ["--eval-only"], []],
+        ids=["resume", "evaluate", "fine-tune"],
     )
     def test_norms_that_tensors_do_not_tell_apart(self, copy, tmp_path, flags):
         """GN has the parameters of GW, and 16 groups those of 64."""
@@ -267,9 +302,13 @@ class TestEvaluation:
         assert "segm_TTA/AP" in augmented[-1]
         assert list(folder.glob("events.out.tfevents.*"))
         log = (folder / "log.txt").read_text()
-        assert re.search(r"norms: \d+ .*GW:groups=16,iters=5,eps=1e-05,solver=newton", log)
+        assert re.search(
+            r"norms: \d+ .*GW:groups=16,iters=5,eps=1e-05,solver=newton", log
+        )
 
-    def test_an_evaluation_repeats_the_results_and_leaves_the_record(self, evaluated, tmp_path):
+    def test_an_evaluation_repeats_the_results_and_leaves_the_record(
+        self, evaluated, tmp_path
+    ):
         folder, trained = evaluated
         shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
         record = ("config.yaml", "metrics.json", "model_final.pth", "last_checkpoint")
@@ -300,9 +339,13 @@ class TestEvaluation:
 
     def test_an_evaluation_compiles_the_backbone(self, copy, tmp_path, monkeypatch):
         compiled = []
-        monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+        monkeypatch.setattr(
+            torch.nn.Module, "compile", lambda module: compiled.append(module)
+        )
 
-        results = main(arguments(tmp_path, "--eval-only", "--resume", MODEL__COMPILE=True))
+        results = main(
+            arguments(tmp_path, "--eval-only", "--resume", MODEL__COMPILE=True)
+        )
 
         assert results
         assert compiled
@@ -322,7 +365,9 @@ class TestEvaluation:
         without = trained(False)
         precise = trained(True)
 
-        changed = [name for name in precise if not torch.equal(precise[name], without[name])]
+        changed = [
+            name for name in precise if not torch.equal(precise[name], without[name])
+        ]
         assert changed
         assert all("running_" in name or "num_batches" in name for name in changed)
 
@@ -364,7 +409,9 @@ def noisy_predictions(record, coco, random):
     boxes = boxes.double()
     boxes[:, 2:] += boxes[:, :2]
     noise = 3 * torch.randn(boxes.shape, generator=random)
-    classes = torch.tensor([annotation["category_id"] for annotation in annotations] * 3)
+    classes = torch.tensor(
+        [annotation["category_id"] for annotation in annotations] * 3
+    )
     classes[::4] = 0
     scores = 10 * torch.rand(len(boxes), generator=random)
 

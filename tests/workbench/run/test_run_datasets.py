@@ -93,7 +93,9 @@ def test_the_flags_set_datasets_and_class_count(cfg_of, train_flags, val_flags):
     assert len(DatasetCatalog.get("custom_val")) == 4
 
 
-def test_the_flags_set_the_class_count_of_the_architecture(cfg_of, train_flags, val_flags):
+def test_the_flags_set_the_class_count_of_the_architecture(
+    cfg_of, train_flags, val_flags
+):
     cfg = cfg_of(*train_flags, *val_flags, MODEL__META_ARCHITECTURE="RetinaNet")
 
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 6
@@ -111,7 +113,9 @@ def test_an_evaluation_needs_no_dataset_to_train_on(cfg_of, val_flags):
 def without_a_class(content):
     """Return a file without the category of its first object."""
     rare = content["annotations"][0]["category_id"]
-    categories = [category for category in content["categories"] if category["id"] != rare]
+    categories = [
+        category for category in content["categories"] if category["id"] != rare
+    ]
     annotations = [a for a in content["annotations"] if a["category_id"] != rare]
     return {**content, "categories": categories, "annotations": annotations}
 
@@ -119,7 +123,9 @@ def without_a_class(content):
 def with_run_lengths(content):
     """Return a file with RLE in place of polygons, but for five objects."""
     content = copy.deepcopy(content)
-    sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
+    sizes = {
+        image["id"]: (image["height"], image["width"]) for image in content["images"]
+    }
     for annotation in content["annotations"][5:]:
         size = sizes[annotation["image_id"]]
         mask = mask_util.merge(mask_util.frPyObjects(annotation["segmentation"], *size))
@@ -150,7 +156,9 @@ def test_a_validation_without_a_class_gets_it(cfg_of, content, train_flags, flag
     assert any("custom_val" in w and "categories: no" in w for w in report.warnings)
 
 
-def test_run_lengths_set_the_mask_format(cfg_of, content, train_flags, val_flags, flags_of):
+def test_run_lengths_set_the_mask_format(
+    cfg_of, content, train_flags, val_flags, flags_of
+):
     runs = with_run_lengths(content)
 
     def mask_format(*flags):
@@ -158,7 +166,9 @@ def test_run_lengths_set_the_mask_format(cfg_of, content, train_flags, val_flags
 
     assert mask_format(*train_flags, *val_flags) == "polygon"
     assert mask_format(*flags_of("train", runs), *val_flags) == "bitmask"
-    assert mask_format(*train_flags, *flags_of("val", runs)) == "bitmask"  # for its losses
+    assert (
+        mask_format(*train_flags, *flags_of("val", runs)) == "bitmask"
+    )  # for its losses
 
 
 def test_replaced_areas_are_told_once_for_each_file(cfg_of, content, flags_of):
@@ -220,7 +230,10 @@ def test_a_training_needs_a_dataset_to_train_on(cfg_of, photos, val_flags):
 
 
 def test_keys_of_the_command_line_stay(cfg_of, tmp_path, split_flags):
-    changes = {"DATASETS__TEST": "('custom_train',)", "MODEL__ROI_HEADS__NUM_CLASSES": 5}
+    changes = {
+        "DATASETS__TEST": "('custom_train',)",
+        "MODEL__ROI_HEADS__NUM_CLASSES": 5,
+    }
     output = tmp_path / "run"
 
     cfg = cfg_of(*split_flags, **changes, OUTPUT_DIR=str(output))
@@ -330,7 +343,9 @@ def test_a_validation_on_images_of_the_training_is_a_warning(
     evaluate_on(copied, "--eval-only")
     assert capsys.readouterr().out.count("was trained on") == 1
 
-    evaluate_on(copied, "--resume", *train_flags)  # as the first start, which may have warned
+    evaluate_on(
+        copied, "--resume", *train_flags
+    )  # as the first start, which may have warned
     assert capsys.readouterr().out.count("was trained on") == 1
 
 
@@ -390,7 +405,9 @@ def moved_run(tmp_path, train_flags, photos, one_thread):
     return args
 
 
-def test_an_evaluation_needs_its_own_photos_and_records_its_checkpoint(moved_run, tmp_path):
+def test_an_evaluation_needs_its_own_photos_and_records_its_checkpoint(
+    moved_run, tmp_path
+):
     inference = tmp_path / "run" / "inference"
     main(moved_run)
     recorded = read_config(inference / "config.yaml").MODEL.WEIGHTS

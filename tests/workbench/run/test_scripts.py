@@ -43,7 +43,11 @@ class Script:
         return kind(self.cfg, **options)
 
     def annotations(self):
-        return [annotation for record in self.records for annotation in record["annotations"]]
+        return [
+            annotation
+            for record in self.records
+            for annotation in record["annotations"]
+        ]
 
 
 @pytest.fixture
@@ -70,12 +74,18 @@ MISTAKES = {
         lambda script: setattr(script.cfg.DATASETS, "TEST", ("mine_val")),
         "DATASETS.TEST",
     ),
-    "no evaluator_type": (lambda script: script.unset.add("evaluator_type"), "evaluator_type"),
+    "no evaluator_type": (
+        lambda script: script.unset.add("evaluator_type"),
+        "evaluator_type",
+    ),
     "no image_id": (
         lambda script: [record.pop("image_id") for record in script.records],
         "image_id",
     ),
-    "no class names": (lambda script: script.unset.add("thing_classes"), "thing_classes"),
+    "no class names": (
+        lambda script: script.unset.add("thing_classes"),
+        "thing_classes",
+    ),
     "boxes as corners": (corners, "bbox"),
     "no masks": (
         lambda script: [one.pop("segmentation") for one in script.annotations()],

@@ -18,7 +18,11 @@ from gw_detectron.workbench.run import Trainer
 from ...tiny_run import ROOT, arguments, environment, words
 from ..reliability.forked_run import CHECKPOINT, EVALUATION, STEP, child, training
 
-LONG = {"SOLVER__MAX_ITER": 500, "SOLVER__STEPS": "()", "SOLVER__CHECKPOINT_PERIOD": 500}
+LONG = {
+    "SOLVER__MAX_ITER": 500,
+    "SOLVER__STEPS": "()",
+    "SOLVER__CHECKPOINT_PERIOD": 500,
+}
 
 SIGNALS = [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
 
@@ -50,7 +54,9 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, number, st
     said = run.output()
     last = said.strip().splitlines()[-1]
     assert "Traceback" not in said
-    assert last.startswith(f"Stopped by {number.name}. Iteration {steps - 1} is finished")
+    assert last.startswith(
+        f"Stopped by {number.name}. Iteration {steps - 1} is finished"
+    )
     assert f"--resume --config-file {output}/config.yaml" in last
     assert last in (output / "log.txt").read_text()
 
@@ -107,7 +113,9 @@ def test_handlers_are_restored(tmp_path):
         return [signal.getsignal(number) for number, _ in SIGNALS]
 
     before = handlers()
-    main(arguments(tmp_path, SOLVER__MAX_ITER=1, SOLVER__STEPS="()", DATASETS__TEST="()"))
+    main(
+        arguments(tmp_path, SOLVER__MAX_ITER=1, SOLVER__STEPS="()", DATASETS__TEST="()")
+    )
     with pytest.raises(KeyError), errors_reported():
         assert handlers()[0] != before[0]
         raise KeyError
@@ -134,7 +142,10 @@ def test_two_processes_stop_after_the_same_step(small_dataset, tmp_path):
         "SOLVER__IMS_PER_BATCH": 4,
     }
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    scripts = [str(ROOT / "tests" / "tiny_run.py"), str(ROOT / "tools" / "train_net.py")]
+    scripts = [
+        str(ROOT / "tests" / "tiny_run.py"),
+        str(ROOT / "tools" / "train_net.py"),
+    ]
 
     with log.open("w") as file:
         run = subprocess.Popen(
@@ -147,7 +158,9 @@ def test_two_processes_stop_after_the_same_step(small_dataset, tmp_path):
         try:
             deadline = time.monotonic() + 280
             while not (output / "last_checkpoint").exists():
-                assert run.poll() is None and time.monotonic() < deadline, log.read_text()
+                assert run.poll() is None and time.monotonic() < deadline, (
+                    log.read_text()
+                )
                 time.sleep(0.05)
             run.send_signal(signal.SIGTERM)
             run.wait(280)
@@ -157,10 +170,14 @@ def test_two_processes_stop_after_the_same_step(small_dataset, tmp_path):
             run.wait()
 
     said = log.read_text()
-    stops = re.findall(r"\nStopped by SIGTERM. Iteration (\d+) is finished; checkpoint", said)
+    stops = re.findall(
+        r"\nStopped by SIGTERM. Iteration (\d+) is finished; checkpoint", said
+    )
     assert run.returncode != 0
     assert len(stops) == 1, said
     checkpoint = output / (output / "last_checkpoint").read_text()
     assert read_weights_file(checkpoint).value["iteration"] == int(stops[0])
-    ours = said.partition("torch/distributed/run.py")[0]  # torchrun shows its own traceback
+    ours = said.partition("torch/distributed/run.py")[
+        0
+    ]  # torchrun shows its own traceback
     assert "gw_detectron/workbench" not in ours.partition("Stopped by")[2], said

@@ -31,7 +31,9 @@ log_text, log_metrics, end_run = lambda *a: None, log, lambda: note("finish")
 
 
 def tracked(name, folder):
-    return changed_config(default_config(), {"TRACKER": name, "OUTPUT_DIR": str(folder)})
+    return changed_config(
+        default_config(), {"TRACKER": name, "OUTPUT_DIR": str(folder)}
+    )
 
 
 def write_some(writer):
@@ -61,8 +63,14 @@ def test_new_scalars_are_logged_by_iteration_and_the_run_is_continued(
     for _ in range(2):
         write_some(TrackerWriter(tracked(name, output)))
 
-    first, *logged, again = [json.loads(line) for line in calls.read_text().splitlines()][:5]
-    assert logged == [["log", 4, {"bbox/AP-a_b": 1.5}], ["log", 5, {"loss": 2.0}], ["finish"]]
+    first, *logged, again = [
+        json.loads(line) for line in calls.read_text().splitlines()
+    ][:5]
+    assert logged == [
+        ["log", 4, {"bbox/AP-a_b": 1.5}],
+        ["log", 5, {"loss": 2.0}],
+        ["finish"],
+    ]
     if name == "mlflow":
         assert (first, again) == (["init", None, "mine"], ["init", "abc", "mine"])
     else:

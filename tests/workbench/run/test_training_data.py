@@ -8,7 +8,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, DatasetFromList, build_detection_train_loader
+from detectron2.data import (
+    DatasetCatalog,
+    DatasetFromList,
+    build_detection_train_loader,
+)
 from detectron2.utils import comm
 
 from gw_detectron.config import default_config
@@ -89,7 +93,9 @@ def test_the_order_is_detectron2s(cfg, grouping, sampler):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_restored_position_yields_the_same_examples_for_any_number_of_workers(cfg, workers):
+def test_a_restored_position_yields_the_same_examples_for_any_number_of_workers(
+    cfg, workers
+):
     whole = take(build_training_data(cfg, draw), 20)
     assert len(set().union(*whole)) == 40  # no example is drawn twice
 
@@ -98,8 +104,12 @@ def test_a_restored_position_yields_the_same_examples_for_any_number_of_workers(
     assert take(first, 7) == whole[:7]
 
     mapped = []
-    second = build_training_data(cfg, lambda record: mapped.append(record) or draw(record))
-    iterator = iter(second)  # before the position is known, as Detectron2's trainer does
+    second = build_training_data(
+        cfg, lambda record: mapped.append(record) or draw(record)
+    )
+    iterator = iter(
+        second
+    )  # before the position is known, as Detectron2's trainer does
     second.load_state_dict({**first.state_dict(), "batches": 7})
     assert take(iterator, 13) == whole[7:]
     assert len(mapped) == (0 if workers else 2 * 13), "skipped examples are not mapped"
@@ -173,7 +183,9 @@ def test_workers_end_with_a_process_that_keeps_its_loader(cfg):
         cfg.DATALOADER.NUM_WORKERS = 1
         batches = iter(build_training_data(cfg, draw))
         next(batches)
-        globals()["kept"] = batches  # as an interpreter's end finds the trainer of a script
+        globals()["kept"] = (
+            batches  # as an interpreter's end finds the trainer of a script
+        )
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()

@@ -20,16 +20,25 @@ from gw_detectron.workbench.run.model_checks import _PREPROCESSING
 from ..sound_run import config, only_error
 
 ZOO = Path(model_zoo.__file__).with_name("configs")
-TORCHVISION = ["RGB", "123.675, 116.28, 103.53", "58.395, 57.12, 57.375", "STRIDE_IN_1X1 False"]
+TORCHVISION = [
+    "RGB",
+    "123.675, 116.28, 103.53",
+    "58.395, 57.12, 57.375",
+    "STRIDE_IN_1X1 False",
+]
 CAFFE_MEAN = "103.53, 116.28, 123.675"
 DEEP = {"MODEL__RESNETS__DEPTH": 50, "MODEL__RESNETS__RES2_OUT_CHANNELS": 256}
 
 
 def bn_weights(folder, positions: str = "") -> dict[str, torch.Tensor]:
-    cfg = config(folder, MODEL__RESNETS__WHITEN_POSITIONS=positions, MODEL__RESNETS__NORM="BN")
+    cfg = config(
+        folder, MODEL__RESNETS__WHITEN_POSITIONS=positions, MODEL__RESNETS__NORM="BN"
+    )
     backbone = build_model(cfg).backbone
     tensors = backbone.bottom_up.state_dict()
-    return {name: tensor for name, tensor in tensors.items() if "num_batches" not in name}
+    return {
+        name: tensor for name, tensor in tensors.items() if "num_batches" not in name
+    }
 
 
 @pytest.fixture
@@ -105,7 +114,11 @@ def test_an_evaluation_needs_weights(check, tmp_path):
 class TestPreprocessing:
     def test_of_the_file(self, check, tmp_path):
         path = tmp_path / "r.pkl"
-        content = {"model": {}, "__author__": "torchvision", "matching_heuristics": True}
+        content = {
+            "model": {},
+            "__author__": "torchvision",
+            "matching_heuristics": True,
+        }
         path.write_bytes(pickle.dumps(content))
         sound = {"MODEL__WEIGHTS": str(path), **DEEP}
         wrong = {
@@ -165,7 +178,9 @@ def test_the_preprocessing_of_detectron2s_zoo_is_known(start):
     for path in paths:
         name = f"{path.parent.name}/{path.name}"
         address = f"{start}{name}/1/a.pkl"
-        (pattern,) = [pattern for pattern in _PREPROCESSING if re.search(pattern, address)]
+        (pattern,) = [
+            pattern for pattern in _PREPROCESSING if re.search(pattern, address)
+        ]
         known = _PREPROCESSING[pattern]
 
         cfg = model_zoo.get_config(name)
@@ -194,7 +209,8 @@ class TestOwnCheckpoint:
 
     @pytest.mark.parametrize("resume", [False, True])
     @pytest.mark.parametrize(
-        ("key", "value"), [("INPUT.FORMAT", "BGR"), ("MODEL.PIXEL_MEAN", [0.0, 0.0, 0.0])]
+        ("key", "value"),
+        [("INPUT.FORMAT", "BGR"), ("MODEL.PIXEL_MEAN", [0.0, 0.0, 0.0])],
     )
     def test_other_preprocessing(self, check_own, key, value, resume):
         changes = {key.replace(".", "__"): value}
@@ -211,7 +227,10 @@ class TestOwnCheckpoint:
 
         assert not report.errors
         (warning,) = report.warnings
-        assert "MODEL.ROI_BOX_HEAD.SINGLE_RELU False in the checkpoint, True here" in warning
+        assert (
+            "MODEL.ROI_BOX_HEAD.SINGLE_RELU False in the checkpoint, True here"
+            in warning
+        )
         assert "MODEL.RPN.NMS_THRESH 0.7" in warning
         assert "STRIDE_IN_1X1" not in warning
 

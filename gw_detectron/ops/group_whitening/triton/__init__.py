@@ -60,9 +60,15 @@ def solution_for(x: Tensor, groups: int, num_iters: int) -> Solution | None:
 
     They are 0.25 MB a sample. None where it is cheaper to repeat the iteration: for many samples.
     """
-    if x.numel() == 0 or len(x) > _MOST_SOLUTIONS or not in_registers(groups, num_iters):
+    if (
+        x.numel() == 0
+        or len(x) > _MOST_SOLUTIONS
+        or not in_registers(groups, num_iters)
+    ):
         return None
-    whitening = torch.empty((len(x), groups, groups), dtype=torch.float32, device=x.device)
+    whitening = torch.empty(
+        (len(x), groups, groups), dtype=torch.float32, device=x.device
+    )
     return whitening, operands(x, groups, num_iters)
 
 
@@ -130,7 +136,9 @@ def backward(
             products, whitening, dweight, dbias, sigma, grad, num_iters, kept
         )
         masked = dy if y is None else dx
-        apply_backward(x, mean, sigma, masked, weight, whitening, grad_sigma, grad, largest, dx)
+        apply_backward(
+            x, mean, sigma, masked, weight, whitening, grad_sigma, grad, largest, dx
+        )
 
     key = None
     if in_registers(groups, num_iters):

@@ -3,7 +3,9 @@
 ``tiling.py`` chooses the tiles; its names JB, PB and VECTOR are theirs.
 """
 
-from __future__ import annotations  # without triton, constexpr is only a name in the signatures
+from __future__ import (
+    annotations,  # without triton, constexpr is only a name in the signatures
+)
 
 from .compiler import constexpr, jit, tl, triton
 
@@ -22,7 +24,9 @@ def tile_columns(
     if not J_FIRST:  # exact; tells the compiler that VECTOR neighbors exist together
         positions = positions // VECTOR * VECTOR
 
-    if JB >= CPG:  # tells the compiler that j is 0, hence that neighboring channels are aligned
+    if (
+        JB >= CPG
+    ):  # tells the compiler that j is 0, hence that neighboring channels are aligned
         j = tile * 0
         p = tile * PB
     else:
@@ -50,7 +54,9 @@ def sample_ptr(ptr, n, stride, VECTOR: constexpr):
 
 
 @jit
-def tile_offsets(rows, j, p, outer, CPG: constexpr, VECTOR: constexpr, J_FIRST: constexpr):
+def tile_offsets(
+    rows, j, p, outer, CPG: constexpr, VECTOR: constexpr, J_FIRST: constexpr
+):
     """Return the offsets of a tile's elements in a sample.
 
     ``outer`` is the stride of p if J_FIRST, else of channels; the other stride is 1. Offsets have
@@ -88,7 +94,9 @@ def load_matrix(ptr, n, rows, columns, GROUPS: constexpr, MORE: constexpr = 0):
     """Load a part of matrix n of an (N, g + MORE, g) tensor."""
     inside = (rows < GROUPS)[:, None] & (columns < GROUPS)[None, :]
     offsets = (
-        n.to(tl.int64) * (GROUPS * (GROUPS + MORE)) + rows[:, None] * GROUPS + columns[None, :]
+        n.to(tl.int64) * (GROUPS * (GROUPS + MORE))
+        + rows[:, None] * GROUPS
+        + columns[None, :]
     )
     return tl.load(ptr + offsets, mask=inside, other=0.0)
 
@@ -98,7 +106,9 @@ def store_matrix(ptr, n, rows, columns, value, GROUPS: constexpr, MORE: constexp
     """Store a part of matrix n of an (N, g + MORE, g) tensor."""
     inside = (rows < GROUPS)[:, None] & (columns < GROUPS)[None, :]
     offsets = (
-        n.to(tl.int64) * (GROUPS * (GROUPS + MORE)) + rows[:, None] * GROUPS + columns[None, :]
+        n.to(tl.int64) * (GROUPS * (GROUPS + MORE))
+        + rows[:, None] * GROUPS
+        + columns[None, :]
     )
     tl.store(ptr + offsets, value, mask=inside)
 
@@ -109,7 +119,9 @@ def round_tf32(x):
 
     Hopper's tensor cores would cut the 13 low bits of an operand off.
     """
-    rounded = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    rounded = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(
+        tl.float32, bitcast=True
+    )
     return tl.where(x == x, rounded, x)  # the sum would turn a NaN into -0
 
 
@@ -167,7 +179,9 @@ def input_scale(sigma_ptr, n, rows, columns, GROUPS: constexpr):
         mask=rows < GROUPS,
         other=0.0,
     )
-    trace = tl.maximum(tl.sum(diagonal, 0), 1e-19)  # W is zero below (zero_variance_threshold)
+    trace = tl.maximum(
+        tl.sum(diagonal, 0), 1e-19
+    )  # W is zero below (zero_variance_threshold)
     return half_scale(tl.sqrt(trace) * tl.sqrt(columns))
 
 

@@ -1,6 +1,8 @@
 """Backward pass: products of gradient and input, their sums over splits, then the gradients."""
 
-from __future__ import annotations  # without triton, constexpr is only a name in the signatures
+from __future__ import (
+    annotations,  # without triton, constexpr is only a name in the signatures
+)
 
 import torch
 from torch import Tensor
@@ -65,7 +67,9 @@ def _products(
         _, p, exists = tile_columns(tile, positions, 1, JB, PB, VECTOR, X_J)
         inside = (rows < GROUPS)[:, None] & exists[None, :]
         x = tl.load(
-            x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0
+            x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J),
+            mask=inside,
+            other=0.0,
         )
         dy = tl.load(
             dy_ptr + tile_offsets(rows, j, p, dy_outer, CPG, VECTOR, DY_J),
@@ -119,7 +123,9 @@ def _reduce(
     SIZE: constexpr = GROUPS * (GROUPS + 1)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = element < SIZE
-    row = tl.where(element < GROUPS * GROUPS, element // GROUPS, element - GROUPS * GROUPS)
+    row = tl.where(
+        element < GROUPS * GROUPS, element // GROUPS, element - GROUPS * GROUPS
+    )
     total = tl.zeros([BLOCK], tl.float32)
     largest = tl.zeros([JB, AT_ONCE], tl.float32)
 
@@ -151,7 +157,9 @@ def _reduce(
 
     tl.store(grad_ptr + n * SIZE + element, total, mask=exists)
     if largest_ptr is not None:
-        tl.store(largest_ptr + n, tl.max(tl.max(largest, 1), 0), mask=tl.program_id(1) == 0)
+        tl.store(
+            largest_ptr + n, tl.max(tl.max(largest, 1), 0), mask=tl.program_id(1) == 0
+        )
 
 
 @jit
@@ -185,13 +193,19 @@ def _matrix_gradients(
             n = (start + tl.arange(0, AT_ONCE)).to(tl.int64)
             inside = (n < samples)[:, None] & (rows < GROUPS)[None, :]
             at = row * GROUPS + rows[None, :]
-            product = tl.load(product_ptr + n[:, None] * SIZE + at, mask=inside, other=0.0)
+            product = tl.load(
+                product_ptr + n[:, None] * SIZE + at, mask=inside, other=0.0
+            )
             whitening = tl.load(
-                whitening_ptr + n[:, None] * (GROUPS * GROUPS) + at, mask=inside, other=0.0
+                whitening_ptr + n[:, None] * (GROUPS * GROUPS) + at,
+                mask=inside,
+                other=0.0,
             )
             products += product * whitening
             sums += tl.load(
-                product_ptr + n * SIZE + GROUPS * GROUPS + row, mask=n < samples, other=0.0
+                product_ptr + n * SIZE + GROUPS * GROUPS + row,
+                mask=n < samples,
+                other=0.0,
             )
 
         tl.store(dweight_ptr + channel, tl.sum(tl.sum(products, 1), 0))
@@ -246,7 +260,9 @@ def _apply_backward(
         dx = tl.zeros([ROWS, JB * PB], tl.float32)
         # two products do not share an accumulator in a loop: see triton-lang/triton#10821
         of_statistics = tl.zeros([ROWS, JB * PB], tl.float32)
-        for depth in tl.range(0, ROWS, DEPTH):  # a single iteration if the matrices are kept
+        for depth in tl.range(
+            0, ROWS, DEPTH
+        ):  # a single iteration if the matrices are kept
             k = depth + tl.arange(0, DEPTH)
             if DEPTH != ROWS:
                 mean = load_rows(mean_ptr, n, k, GROUPS)
@@ -259,7 +275,9 @@ def _apply_backward(
 
             inside = (k < GROUPS)[:, None] & exists[None, :]
             x = tl.load(
-                x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0
+                x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J),
+                mask=inside,
+                other=0.0,
             )
             dy = tl.load(
                 dy_ptr + tile_offsets(k, j, p, dy_outer, CPG, VECTOR, DY_J),
@@ -279,7 +297,9 @@ def _apply_backward(
                 high, low = split_half(scaled * scale)
                 dx = multiply_half(whitening_high, whitening_low, high, low) * inverse
                 high, low = split_half(centered * scale_x)
-                of_statistics = multiply_half(slope_high, slope_low, high, low) * inverse_slope
+                of_statistics = (
+                    multiply_half(slope_high, slope_low, high, low) * inverse_slope
+                )
             else:
                 scaled = to_operand(scaled, OPERAND, PRECISION)
                 centered = to_operand(centered, OPERAND, PRECISION)
@@ -294,12 +314,19 @@ def _apply_backward(
             # all threads have read their part of the dy tile before any thread writes to it
             tl.debug_barrier()
         tl.store(
-            dx_ptr + tile_offsets(rows, j, p, dx_outer, CPG, VECTOR, DX_J), dx, mask=inside
+            dx_ptr + tile_offsets(rows, j, p, dx_outer, CPG, VECTOR, DX_J),
+            dx,
+            mask=inside,
         )
 
 
 def grad_products(
-    x: Tensor, mean: Tensor, dy: Tensor, weight: Tensor | None, y: Tensor | None, out: Tensor
+    x: Tensor,
+    mean: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    y: Tensor | None,
+    out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Multiply gradient and input, and add over splits and channels, in two launches.
 
@@ -328,7 +355,9 @@ def grad_products(
         samples=n, OPERAND=operand_dtype(x),
     )  # fmt: skip
 
-    products = parts[:, :, 0] if splits == 1 else plans.empty(x, cpg, n, groups + 1, groups)
+    products = (
+        parts[:, :, 0] if splits == 1 else plans.empty(x, cpg, n, groups + 1, groups)
+    )
     grad = plans.empty(x, n, groups + 1, groups)
     largest = None if part_largest is None else plans.empty(x, n)
     # 64 elements of a thread, read at once

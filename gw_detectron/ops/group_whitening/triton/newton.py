@@ -1,6 +1,8 @@
 """Newton's iteration and its backward pass, one program for each sample."""
 
-from __future__ import annotations  # without triton, constexpr is only a name in the signatures
+from __future__ import (
+    annotations,  # without triton, constexpr is only a name in the signatures
+)
 
 import torch
 from torch import Tensor
@@ -9,7 +11,13 @@ from ...numerics import autocast_off, zero_variance_threshold
 from ...solvers.newton import newton_inverse_sqrt
 from . import plans
 from .compiler import constexpr, jit, tl
-from .device_functions import half_scale, load_matrix, multiply_half, split_half, store_matrix
+from .device_functions import (
+    half_scale,
+    load_matrix,
+    multiply_half,
+    split_half,
+    store_matrix,
+)
 from .tiling import padded_rows
 
 
@@ -37,7 +45,9 @@ def _keep(kept_ptr, place: constexpr, high, low):
 @jit
 def _kept(kept_ptr, place: constexpr):
     SIZE: constexpr = kept_ptr.shape[0] * kept_ptr.shape[1]
-    return tl.load(kept_ptr + 2 * place * SIZE), tl.load(kept_ptr + (2 * place + 1) * SIZE)
+    return tl.load(kept_ptr + 2 * place * SIZE), tl.load(
+        kept_ptr + (2 * place + 1) * SIZE
+    )
 
 
 @jit
@@ -109,7 +119,9 @@ def _newton_in_registers(
             z = 0.25 * multiply_half(q_high, q_low, q_high, q_low) - 1.125 * q
             high, low = split_half(z)
             _keep(kept_ptr, 5 * step + 1, high, low)
-            f = multiply_half(high, low, high, low) + 1.6875 * (z - 0.3194444444444444 * q)
+            f = multiply_half(high, low, high, low) + 1.6875 * (
+                z - 0.3194444444444444 * q
+            )
         else:
             f = -0.5 * q
         f_high, f_low = split_half(f)
@@ -123,7 +135,9 @@ def _newton_in_registers(
             p = multiply_half(f_high, f_low, high, low) + c * p
 
         if 2 * step + 2 < ITERS:
-            high, low = split_half(multiply_half(f_high, f_low, f_high, f_low) + 2 * c * f)
+            high, low = split_half(
+                multiply_half(f_high, f_low, f_high, f_low) + 2 * c * f
+            )
             _keep(kept_ptr, 5 * step + 4, high, low)
             q = multiply_half(high, low, q_high, q_low) + c * c * q
 
@@ -177,7 +191,9 @@ def covariance_gradient(
     s = load_matrix(sigma_ptr, n, rows, rows, GROUPS) / trace
     along += tl.sum(tl.sum(dp * s, 1), 0)
     dp -= tl.where(eye, along, 0.0)
-    store_matrix(grad_sigma_ptr, n, rows, rows, dp * inverse * inv_sqrt * inv_sqrt, GROUPS)
+    store_matrix(
+        grad_sigma_ptr, n, rows, rows, dp * inverse * inv_sqrt * inv_sqrt, GROUPS
+    )
 
 
 def in_registers(groups: int, num_iters: int) -> bool:
@@ -191,10 +207,14 @@ def in_registers(groups: int, num_iters: int) -> bool:
 def operands(x: Tensor, groups: int, num_iters: int) -> Tensor:
     """Return scratch for the operands that ``newton`` keeps for ``covariance_gradient``."""
     rows = padded_rows(groups)
-    return plans.empty(x, len(x), (num_iters + 1) // 2, 5, 2, rows, rows, dtype=torch.float16)
+    return plans.empty(
+        x, len(x), (num_iters + 1) // 2, 5, 2, rows, rows, dtype=torch.float16
+    )
 
 
-def newton(sigma: Tensor, num_iters: int, out: Tensor, kept: Tensor | None = None) -> None:
+def newton(
+    sigma: Tensor, num_iters: int, out: Tensor, kept: Tensor | None = None
+) -> None:
     """Write the whitening matrices of ``sigma`` (N, g, g) to ``out``.
 
     The operands of the tangents go to ``kept``.

@@ -33,7 +33,9 @@ class Launch(NamedTuple):
 
     def run(self) -> Any:
         """Launch, and return the compiled kernel (None in the interpreter)."""
-        on_device = torch.cuda.device(self.like.device) if self.like.is_cuda else nullcontext()
+        on_device = (
+            torch.cuda.device(self.like.device) if self.like.is_cuda else nullcontext()
+        )
         with on_device:
             try:
                 return self.kernel[self.grid](
@@ -94,12 +96,16 @@ class _Plan:
         places = {id(tensor): (number, 0) for number, tensor in enumerate(tensors)}
         scratch_places = {}
         self.scratch_bytes = 0
-        for tensor in recording.scratch:  # one allocation for all, each aligned as torch's own
+        for (
+            tensor
+        ) in recording.scratch:  # one allocation for all, each aligned as torch's own
             scratch_places[tensor.data_ptr()] = len(tensors), self.scratch_bytes
             self.scratch_bytes += -(-tensor.nbytes // 256) * 256
 
         self.launches = []
-        for launch, compiled in zip(recording.launches, recording.compiled, strict=True):
+        for launch, compiled in zip(
+            recording.launches, recording.compiled, strict=True
+        ):
             arguments = [launch.arguments[name] for name in launch.kernel.arg_names]
             slots = []
             for i, value in enumerate(arguments):
@@ -143,10 +149,14 @@ def run_planned(
     if key is None or not _compiled_for(x.device) or _current.recording is not None:
         return steps()
     given = [id(tensor) for tensor in tensors if tensor is not None]
-    if len(set(given)) < len(given):  # a plan could not tell which of them a kernel reads
+    if len(set(given)) < len(
+        given
+    ):  # a plan could not tell which of them a kernel reads
         return steps()
 
-    aligned = (None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    aligned = (
+        None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in tensors
+    )
     key = key, x.device, input_precision(x), *aligned
     plan = _plans.get(key)
     if plan is not None:
@@ -182,7 +192,12 @@ def empty(like: Tensor, *size: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def run(
-    kernel: Any, grid: tuple[int, int], like: Tensor, warps: int, stages: int, **arguments: Any
+    kernel: Any,
+    grid: tuple[int, int],
+    like: Tensor,
+    warps: int,
+    stages: int,
+    **arguments: Any,
 ) -> None:
     """Launch a kernel on the device of ``like``."""
     launch = Launch(kernel, grid, like, warps, stages, arguments)

@@ -226,7 +226,9 @@ def _vector(strides: Iterable[Strides], positions: int) -> int:
     return vector
 
 
-def _tile(channels: int, positions: int, columns: int, j_first: bool) -> tuple[int, int]:
+def _tile(
+    channels: int, positions: int, columns: int, j_first: bool
+) -> tuple[int, int]:
     """Return JB and PB, the channels and positions of a tile of at most ``columns``."""
     jb = triton.next_power_of_2(channels)
     pb = triton.next_power_of_2(positions)

@@ -1,6 +1,8 @@
 """Forward pass: means and covariances, per split of the columns, then merged; the output."""
 
-from __future__ import annotations  # without triton, constexpr is only a name in the signatures
+from __future__ import (
+    annotations,  # without triton, constexpr is only a name in the signatures
+)
 
 from torch import Tensor
 
@@ -48,7 +50,9 @@ def _moments(
     j, p, exists = tile_columns(first, positions, CPG, JB, PB, VECTOR, X_J)
     present = (rows < GROUPS)[:, None] & exists[None, :]
     start = tl.load(
-        x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=present, other=0.0
+        x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J),
+        mask=present,
+        other=0.0,
     )
     start = start.to(tl.float32)
     column = tl.sum(tl.where((tl.arange(0, JB * PB) == 0)[None, :], start, 0.0), 1)
@@ -63,7 +67,9 @@ def _moments(
         j, p, exists = tile_columns(tile, positions, CPG, JB, PB, VECTOR, X_J)
         inside = (rows < GROUPS)[:, None] & exists[None, :]
         x = tl.load(
-            x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0
+            x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J),
+            mask=inside,
+            other=0.0,
         )
         x = tl.where(inside, x.to(tl.float32) - shift[:, None], 0.0)
         count += exists.to(tl.float32)
@@ -128,7 +134,9 @@ def _merge(
     for start in tl.range(0, splits, AT_ONCE, num_stages=3):
         s = start + tl.arange(0, AT_ONCE)
         count = tl.load(count_ptr + s, mask=s < splits, other=0.0)
-        sums += count[:, None] * _mean_of(shift_ptr, offset_ptr, s, splits, first, rows, GROUPS)
+        sums += count[:, None] * _mean_of(
+            shift_ptr, offset_ptr, s, splits, first, rows, GROUPS
+        )
     mean = tl.sum(sums, 0) / columns
 
     sums = tl.zeros([AT_ONCE, ROWS], tl.float32)
@@ -136,7 +144,8 @@ def _merge(
         s = start + tl.arange(0, AT_ONCE)
         count = tl.load(count_ptr + s, mask=s < splits, other=0.0)
         distance = (
-            _mean_of(shift_ptr, offset_ptr, s, splits, first, rows, GROUPS) - mean[None, :]
+            _mean_of(shift_ptr, offset_ptr, s, splits, first, rows, GROUPS)
+            - mean[None, :]
         )
         own = tl.sum(tl.where((rows == row)[None, :], distance, 0.0), 1)
 
@@ -154,7 +163,9 @@ def _merge(
     tl.store(mean_ptr + n * GROUPS + rows, first + mean, mask=rows == row)
 
 
-def statistics(x: Tensor, groups: int, eps: float, mean: Tensor, covariance: Tensor) -> None:
+def statistics(
+    x: Tensor, groups: int, eps: float, mean: Tensor, covariance: Tensor
+) -> None:
     """Write the mean (N, g) and the covariance with eps (N, g, g) of each sample.
 
     In one launch, or two if samples are split.
@@ -222,7 +233,9 @@ def _apply(
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
         j, p, exists = tile_columns(tile, positions, CPG, JB, PB, VECTOR, X_J)
         y = tl.zeros([ROWS, JB * PB], tl.float32)
-        for depth in tl.range(0, ROWS, DEPTH):  # a single iteration if W is in registers
+        for depth in tl.range(
+            0, ROWS, DEPTH
+        ):  # a single iteration if W is in registers
             k = depth + tl.arange(0, DEPTH)
             if DEPTH != ROWS:
                 mean = load_rows(mean_ptr, n, k, GROUPS)
@@ -232,7 +245,9 @@ def _apply(
 
             inside = (k < GROUPS)[:, None] & exists[None, :]
             x = tl.load(
-                x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0
+                x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J),
+                mask=inside,
+                other=0.0,
             )
             centered = x.to(tl.float32) - mean[:, None]
 
@@ -251,7 +266,9 @@ def _apply(
             y = tl.where(y < 0, 0.0, y)  # keeps NaN
 
         inside = (rows < GROUPS)[:, None] & exists[None, :]
-        tl.store(y_ptr + tile_offsets(rows, j, p, y_outer, CPG, VECTOR, Y_J), y, mask=inside)
+        tl.store(
+            y_ptr + tile_offsets(rows, j, p, y_outer, CPG, VECTOR, Y_J), y, mask=inside
+        )
 
 
 def apply(
