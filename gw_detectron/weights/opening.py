@@ -96,7 +96,7 @@ def detector_file(model: str | os.PathLike[str]) -> str:
         return model
     if not os.path.exists(model):
         raise MissingFileError(
-            f"MODEL ('{model}'): not found (cwd: {os.getcwd()}). Fix: give an existing path."
+            f"RUN ('{model}'): not found (cwd: {os.getcwd()}). Fix: give an existing path."
         )
     return best_checkpoint(model) if os.path.isdir(model) else model
 

@@ -30,7 +30,7 @@ def get_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "model",
-        metavar="MODEL",
+        metavar="RUN",
         help="run folder or checkpoint; with --preview the folder of images",
     )
     add(

@@ -81,7 +81,10 @@ def apply_recipe(
     given: Collection[str],
     schedule_only: bool = False,
 ) -> dict[str, str]:
-    """Run :func:`auto_config` for several files, without logging; or set only the schedule."""
+    """Run :func:`auto_config` for several files, without logging.
+
+    ``schedule_only`` sets the schedule and the score by which weights are kept.
+    """
     if not object_count_keys(cfg):
         raise ConfigError(
             f"--auto: MODEL.META_ARCHITECTURE ('{cfg.MODEL.META_ARCHITECTURE}') detects no objects."

@@ -123,7 +123,7 @@ def _config_beside(model: str) -> str:
     config_file = os.path.join(os.path.dirname(model), "config.yaml")
     if not os.path.isfile(config_file):
         raise MissingFileError(
-            f"MODEL ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file,"
+            f"RUN ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file,"
             f" or a run folder; `gw-detectron weights describe --config {shlex.quote(model)}` "
             "prints the config that it was trained with."
         )

@@ -41,7 +41,9 @@ def write_preview(
     require_packages("pictures", "cv2")
     check_replaceable(Path(output), _FILES)
     json_file = existing_path(annotations, "--preview", os.path.isfile)
-    images = existing_path(images, "MODEL", os.path.isdir)
+    images = existing_path(
+        images, "RUN, with --preview the folder of images", os.path.isdir
+    )
 
     with tempfile.TemporaryDirectory() as work, atomic_folder(output, _FILES) as folder:
         try:

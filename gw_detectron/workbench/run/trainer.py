@@ -85,7 +85,7 @@ class Trainer(DefaultTrainer):
 
     Args:
         cfg: Detectron2's config with this package's keys.
-        resume: continue the run in ``OUTPUT_DIR``; None: :meth:`resume_or_load` says it.
+        resume: continue the run in ``OUTPUT_DIR``; None leaves it to :meth:`resume_or_load`.
         overwrite: remove an earlier run from ``OUTPUT_DIR`` when the training starts.
         allow_partial: accept weights that lack a part of the backbone or were trained with other
         norms.
