@@ -129,7 +129,7 @@ class BatchWhitening2d(nn.Module):
             if self.training:
                 batch = batch_statistics(columns, self.channels_per_group, self.sync)
                 centered = batch.centered
-                matrices = self.batch_matrices(batch.covariances)
+                matrices = [self.solver(covariance) for covariance in batch.covariances]
                 self._update(batch, matrices)
             else:
                 mean = self.running_mean.to(columns.dtype)
@@ -176,15 +176,13 @@ class BatchWhitening2d(nn.Module):
             text += f", rotation={self.rotation}"
         return f"{text}, affine={self.affine}"
 
-    def batch_matrices(self, covariances: list[Tensor]) -> list[Tensor]:
-        """Return the whitening matrices of a batch, before the rotation; ``covariances`` are without eps."""
-        return [self.solver(covariance) for covariance in covariances]
-
     def running_matrices(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the whitening matrices of evaluation, before the rotation."""
-        if self.running == "matrix":
-            return split_matrices(self.running_matrix.to(dtype))
-        return self.batch_matrices(split_matrices(self.running_covariance.to(dtype)))
+        running = self.get_buffer(f"running_{self.running}")
+        matrices = split_matrices(running.to(dtype))
+        if self.running == "covariance":
+            matrices = [self.solver(covariance) for covariance in matrices]
+        return matrices
 
     def _start_running(self, values: Tensor) -> None:
         running = self.get_buffer(f"running_{self.running}")

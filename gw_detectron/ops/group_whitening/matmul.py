@@ -116,10 +116,12 @@ def backward(
         dx = torch.empty_like(x)
 
         groups = mean.shape[1]
-        passes = _passes(groups, x, y, dy, dx, mean, sigma)
-        dweights, dbiases = zip(
-            *(_backward_of_pass(weight, num_iters, *tensors) for tensors in passes), strict=True
-        )
+        dweights = []
+        dbiases = []
+        for tensors in _passes(groups, x, y, dy, dx, mean, sigma):
+            dweight, dbias = _backward_of_pass(weight, num_iters, *tensors)
+            dweights.append(dweight)
+            dbiases.append(dbias)
         dweight = functools.reduce(torch.add, dweights)
         dbias = functools.reduce(torch.add, dbiases)
 
@@ -173,8 +175,10 @@ def _passes(groups: int, x: Tensor, *others: Tensor | None) -> Iterable[tuple[An
     if step >= len(x):
         return [(x, *others)]
 
-    split = [repeat(None) if tensor is None else tensor.split(step) for tensor in others]
-    return zip(x.split(step), *split, strict=False)
+    parts = [x.split(step)]
+    for tensor in others:
+        parts.append(repeat(None) if tensor is None else tensor.split(step))
+    return zip(*parts, strict=False)
 
 
 def _subtract(x: Tensor, mean: Tensor) -> Tensor:
@@ -359,20 +363,20 @@ def _grad_products(
     x = _grouped(x, groups).to(mean.dtype)
     dy = _grouped(dy, groups).to(mean.dtype)
     sums = dy.sum(-1).permute(2, 0, 1)
-    means = mean[:, None].expand(*sums.shape[:2], 1, -1)
-    tensors = (
-        dy.permute(2, 0, 1, 3),
-        x.permute(2, 0, 1, 3),
-        sums[..., None],
-        means,
-    )
+    channels, samples = sums.shape[:2]
+    means = mean[:, None].expand(channels, samples, 1, -1)
 
     # one batch per channel or, if there are fewer samples, per sample
-    along = 1 if x.shape[2] > len(x) else 0
+    along = 1 if channels > samples else 0
+    parts = zip(
+        dy.permute(2, 0, 1, 3).unbind(along),
+        x.permute(2, 0, 1, 3).unbind(along),
+        sums[..., None].unbind(along),
+        means.unbind(along),
+        strict=True,
+    )
     products = []
-    for grads, columns, part_sums, part_mean in zip(
-        *(tensor.unbind(along) for tensor in tensors), strict=True
-    ):
+    for grads, columns, part_sums, part_mean in parts:
         product = _product(grads, columns.mT)
         products.append(product.baddbmm_(part_sums, part_mean, alpha=-1))
     return torch.stack(products, along), sums
@@ -403,7 +407,14 @@ def _apply_backward(
     shift = torch.baddbmm(shift, slope, mean[..., None])[..., None]
     in_place = dy.data_ptr() == out.data_ptr()
 
-    parts = _parts(slope, _columns(x, groups), whitening, _grouped(dy, groups), dx, shift)
+    parts = _parts(
+        slope,
+        _columns(x, groups),
+        whitening,
+        _grouped(dy, groups),
+        dx,
+        shift,
+    )
     for slope_part, columns, matrix, grad, dx_part, shift_part in parts:
         if scale is None:
             grad = grad.to(mean.dtype)
