@@ -63,10 +63,11 @@ def test_algorithm_1(rmax, dmax):
 
     y = made(x)
 
+    # the schedule is float32
     for value, wanted in zip(
         (y, made.running_mean, made.running_var), expected, strict=False
     ):
-        assert_close(value, wanted)
+        assert_close(value, wanted, 1e-6)
 
 
 def test_a_cumulative_average():

@@ -759,11 +759,16 @@ def test_a_missing_c_compiler_is_named():
     ids=str,
 )
 def test_float32_is_multiplied_in_tf32_alone_where_the_user_allows_it(
-    dtype, allowed, expected, monkeypatch
+    dtype, allowed, expected
 ):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        precision = support.input_precision(torch.empty(1, dtype=dtype))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
-    assert support.input_precision(torch.empty(1, dtype=dtype)) == expected
+    assert precision == expected
 
 
 @pytest.fixture

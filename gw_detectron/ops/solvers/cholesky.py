@@ -129,8 +129,12 @@ def _eliminate_largest(sigma: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Te
         chosen = variance.argmax(-1, keepdim=True)
         remaining = remaining.scatter(-1, chosen, 0)
 
-        row = left.take_along_dim(chosen[..., None], -2)
-        column = left.take_along_dim(chosen[..., None], -1)[..., 0]
+        # not take_along_dim, which fixes the number of matrices in an export
+        row_index = chosen[..., None].expand(*left.shape[:-2], 1, 2 * size)
+        row = left.gather(-2, row_index)
+        column_index = chosen[..., None].expand(*left.shape[:-1], 1)
+        column = left.gather(-1, column_index)[..., 0]
+
         d = row[..., 0, :].gather(-1, chosen)
         d_floor = floor.gather(-1, chosen)
 
