@@ -152,6 +152,7 @@ class _Move(Transform):
 
         drawing = copy.copy(transform)
         drawing.transform = draw
+
         order = slice(None, None, -1 if bgr else 1)  # hue and gray values are computed from RGB
         channels_first = image[:, :, order].transpose(2, 0, 1).copy()
         pixels = np.asarray(drawing(tv_tensors.Image(torch.from_numpy(channels_first))))
