@@ -15,7 +15,12 @@ from gw_detectron.errors import ExportError
 from gw_detectron.workbench.export.detector import check_detections, reference_cases
 from gw_detectron.workbench.export.formats import ExportedFile, write_program
 from gw_detectron.workbench.export.meta_arch import detector_program
-from gw_detectron.workbench.export.one_image import OneImageProgram, ResizeProgram, paste, resized_sides
+from gw_detectron.workbench.export.one_image import (
+    OneImageProgram,
+    ResizeProgram,
+    paste,
+    resized_sides,
+)
 
 from .tiny_networks import build_detector, needs_export, noise
 
