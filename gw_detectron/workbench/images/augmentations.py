@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import random
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,13 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
 from detectron2.data.detection_utils import filter_empty_instances
-from detectron2.data.transforms import Augmentation, AugmentationList, ResizeShortestEdge
+from detectron2.data.transforms import Augmentation, AugmentationList
 from fvcore.transforms.transform import Transform
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from ...errors import ConfigError, similar_names
 
-#: random numbers that the images of a batch share: the training data seed it for each image
-OF_BATCH = random.Random()
 # classes with a forward() of their own, such as RandAugment, do not tell which parameters they draw
 _USABLE = {
     name: kind
@@ -39,29 +36,10 @@ def training_mapper(cfg: CfgNode) -> DatasetMapper:
     mapper = (_TightBoxes if moves_boxes else DatasetMapper)(cfg, True)
 
     theirs = mapper.augmentations.augs
-    if cfg.INPUT.SCALE_PER_BATCH:
-        theirs = [
-            _BatchScale(each) if isinstance(each, ResizeShortestEdge) else each
-            for each in theirs
-        ]
     colors = [augmentation for augmentation in ours if augmentation.recolors]
     others = [augmentation for augmentation in ours if not augmentation.recolors]
     mapper.augmentations = AugmentationList([*others, *theirs, *colors])
     return mapper
-
-
-class _BatchScale(Augmentation):
-    """Detectron2's resizing with one draw for a batch: less padding, whose zeros enter the statistics of GN and GW."""
-
-    def __init__(self, resize: ResizeShortestEdge) -> None:
-        self.resize = resize
-
-    def get_transform(self, image: np.ndarray) -> Transform:
-        sides = self.resize.short_edge_length
-        side = OF_BATCH.randint(*sides) if self.resize.is_range else OF_BATCH.choice(sides)
-        return ResizeShortestEdge(
-            (side, side), self.resize.max_size, interp=self.resize.interp
-        ).get_transform(image)
 
 
 class _TightBoxes(DatasetMapper):
