@@ -186,6 +186,7 @@ def draw_record(
         )
         for annotation in objects
     ]
+
     points = _of_all(objects, "keypoints")
     keypoints = None
     if points is not None:
