@@ -1,8 +1,9 @@
 """Export a detector, or with --backbone its backbone, and compare the exported file with the model.
 
-A detector is a Faster R-CNN, Mask R-CNN or RetinaNet with FPN: the file takes images of any size and needs neither
-Detectron2 nor this package. The folder --output gets the file and parity.json (differences from the model).
-docs/export.md shows how to load the file. An earlier export in the same format is replaced.
+A detector is a Faster R-CNN, Mask R-CNN or RetinaNet with FPN: the file takes images of any size
+and needs neither Detectron2 nor this package. The folder --output gets the file and parity.json
+(differences from the model). docs/export.md shows how to load the file. An earlier export in the
+same format is replaced.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """Predict on images, folders and videos with a trained detector.
 
-The folder --output gets predictions.json (COCO results), images.json (their images and categories), counts.csv (objects
-of each class in each image) and pictures/ with the objects drawn. MODEL is a run folder (OUTPUT_DIR of a training) or a
-checkpoint. With --preview, the annotations of a dataset are drawn instead.
+The folder --output gets predictions.json (COCO results), images.json (their images and
+categories), counts.csv (objects of each class in each image) and pictures/ with the objects drawn.
+MODEL is a run folder (OUTPUT_DIR of a training) or a checkpoint. With --preview, the annotations of
+a dataset are drawn instead.
 """
 
 import argparse
@@ -25,7 +26,8 @@ def get_parser() -> argparse.ArgumentParser:
         "output/mydata 'photos/**/*.jpg' clip.mp4 --output predictions --score-threshold 0.7",
         "--preview annotations.json photos --output preview",
         kind=MixedParser,
-        note="The exit status is 1 if a file cannot be read or needs too much memory; the others are predicted.",
+        note="The exit status is 1 if a file cannot be read or needs too much memory; the others "
+        "are predicted.",
     )
     add = parser.add_argument
     add(

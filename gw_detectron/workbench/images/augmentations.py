@@ -138,6 +138,7 @@ class _Move(Transform):
 
         drawing = copy.copy(transform)
         drawing.transform = draw
+
         order = slice(
             None, None, -1 if bgr else 1
         )  # hue and gray values are computed from RGB

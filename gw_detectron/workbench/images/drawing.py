@@ -32,9 +32,8 @@ def object_colors(
     if given is not None:
         colors = np.asarray(given) / 255
     elif instances:
-        return [
-            hsv_to_rgb((index * _HUE_STEP % 1, 0.9, 1)) for index in range(len(classes))
-        ]
+        hues = np.arange(len(classes)) * _HUE_STEP % 1
+        return [hsv_to_rgb((hue, 0.9, 1)) for hue in hues]
     else:
         colors = colormap(rgb=True, maximum=1)
     return [colors[index % len(colors)] for index in classes]
@@ -125,28 +124,25 @@ def _hide_labels(output: Any, boxes: np.ndarray, notes: Sequence[str]) -> None:
 
     Labels with a note come first, then those of larger objects.
     """
-    order = np.argsort(-_areas(boxes))  # in which Detectron2 draws
+    sides = boxes[:, 2:] - boxes[:, :2]
+    order = np.argsort(-np.prod(sides, axis=1))  # in which Detectron2 draws
     labels = list(zip(order, output.ax.texts, strict=False))
     labels.sort(key=lambda label: not notes[label[0]])
 
     shown = np.empty((0, 4))
     for index, text in labels:
         place = _move_inside(text, output)
-        own = boxes[index] + (-2, -2, 2, 2)
-        is_inside = (own[:2] <= place[:2]).all() and (place[2:] <= own[2:]).all()
-        others = (
-            shown if is_inside else np.vstack([shown, np.delete(boxes, index, axis=0)])
-        )
+        beyond = (place - boxes[index]) * (-1, -1, 1, 1)
+        is_inside = beyond.max() <= 2  # pixels
+        others = shown
+        if not is_inside:
+            others = np.vstack([shown, np.delete(boxes, index, axis=0)])
 
         overlaps = (others[:, :2] < place[2:]) & (others[:, 2:] > place[:2])
         is_hidden = overlaps.all(axis=1).any()
         text.set_visible(not is_hidden)
         if not is_hidden:
             shown = np.vstack([shown, place])
-
-
-def _areas(boxes: np.ndarray) -> np.ndarray:
-    return np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
 
 
 def _move_inside(text: Any, output: Any) -> np.ndarray:
@@ -197,6 +193,7 @@ def draw_record(
         )
         for annotation in objects
     ]
+
     points = _of_all(objects, "keypoints")
     keypoints = None
     if points is not None:

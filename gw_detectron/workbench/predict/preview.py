@@ -99,9 +99,11 @@ def _drawable(content: Any) -> Any:
 
 def _has_box(annotation: dict[str, Any]) -> bool:
     box = annotation.get("bbox") or []
-    return len(box) == 4 and all(type(value) in (int, float) for value in box)
+    is_number = [type(value) in (int, float) for value in box]
+    return len(box) == 4 and all(is_number)
 
 
 def _has_points(annotation: dict[str, Any], usual: int) -> bool:
     """Whether the keypoints have the usual length, three numbers for each, or there are none."""
-    return len(annotation.get("keypoints") or []) in (0, usual - usual % 3)
+    points = annotation.get("keypoints") or []
+    return len(points) in (0, usual - usual % 3)

@@ -192,7 +192,8 @@ def write_predictions(
     begin = time.perf_counter()
     summary = PredictionSummary(os.fspath(output))
     predictions = _Predictions(predictor.metadata)
-    total = None if any(source.is_video for source in sources) else len(sources)
+    has_videos = any(source.is_video for source in sources)
+    total = None if has_videos else len(sources)
     bar = progress_bar(desc="predicting", unit="image", total=total)
     with atomic_folder(output, _FILES) as folder, bar:
         names = {source.name for source in sources}
@@ -303,8 +304,8 @@ class _Predictions:
     def write(self, folder: Path) -> None:
         categories = [self._categories[index] for index in sorted(self._categories)]
         write_counts(folder / COUNTS, self.images, categories, self.results)
-        rows = ",".join(f"\n{json.dumps(result)}" for result in self.results)
-        (folder / RESULTS).write_text(f"[{rows}\n]\n")
+        rows = [f"\n{json.dumps(result)}" for result in self.results]
+        (folder / RESULTS).write_text(f"[{','.join(rows)}\n]\n")
         listed = {"images": self.images, "annotations": [], "categories": categories}
         (folder / IMAGES).write_text(json.dumps(listed, indent=1) + "\n")
 
@@ -324,9 +325,11 @@ def write_counts(path: Path, images: _Rows, categories: _Rows, objects: _Rows) -
     if any("frame" in image for image in images):
         keys.append("frame")
 
+    names = [category["name"] for category in categories]
+
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow([*keys, *(category["name"] for category in categories), "all"])
+        writer.writerow([*keys, *names, "all"])
         for image in images:
             place = [image.get(key, "") for key in keys]
             numbers = [counts[image["id"], category["id"]] for category in categories]
@@ -375,13 +378,15 @@ class _Drawer:
             return
         if self.video is None:
             self.video = self._open_video(self.path, drawn.shape[1::-1])
-        self.video.write(np.ascontiguousarray(drawn[:, :, ::-1]))
+        bgr = drawn[:, :, ::-1]
+        self.video.write(np.ascontiguousarray(bgr))
 
     def _open_video(self, path: Path, size: Sequence[int]) -> Any:
         import cv2
 
         rate = self.source.video().get(cv2.CAP_PROP_FPS) or _FRAMES_PER_SECOND
-        video = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), rate, size)
+        codec = cv2.VideoWriter.fourcc(*"mp4v")
+        video = cv2.VideoWriter(str(path), codec, rate, size)
         if not video.isOpened():
             raise FileAccessError(
                 f"video ('{path.name}'): OpenCV cannot write mp4. Fix: use --no-pictures."

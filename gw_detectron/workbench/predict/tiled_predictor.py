@@ -115,8 +115,9 @@ class TiledPredictor:
 
         # without layers in heads, these can wait
         is_backbone_enough = set(model.backbone.modules()).issuperset(statistics.layers)
-        tile = self.predictor.input(image[: self.tile, : self.tile])
-        scale = max(tile["image"].shape[1:]) / max(tile["height"], tile["width"])
+        tile = image[: self.tile, : self.tile]
+        resized = self.predictor.input(tile)["image"]
+        scale = max(resized.shape[1:]) / max(tile.shape[:2])
         windows = self.measured_windows(image, scale)
         for window in progress_bar(
             windows, desc="statistics", unit="window", leave=False
@@ -150,9 +151,11 @@ def _modules_of_images(model: torch.nn.Module) -> Iterable[torch.nn.Module]:
 
 
 def _parts(size: int, tile: int, overlap: int) -> list[slice]:
-    count = max(1, math.ceil((size - overlap) / (tile - overlap)))
-    starts = np.linspace(0, max(0, size - tile), count).astype(int).tolist()
-    return [slice(start, min(start + tile, size)) for start in starts]
+    if size <= tile:
+        return [slice(0, size)]
+    count = math.ceil((size - overlap) / (tile - overlap))
+    starts = np.linspace(0, size - tile, count).astype(int).tolist()
+    return [slice(start, start + tile) for start in starts]
 
 
 def _equal_parts(size: int, largest: int) -> list[slice]:
@@ -166,9 +169,8 @@ def _in_image(instances: Instances, window: Window, size: tuple[int, int]) -> In
     moved = Instances(
         size, scores=instances.scores, pred_classes=instances.pred_classes
     )
-    moved.pred_boxes = Boxes(
-        instances.pred_boxes.tensor + torch.tensor([left, top, left, top])
-    )
+    boxes = instances.pred_boxes.tensor
+    moved.pred_boxes = Boxes(boxes + torch.tensor([left, top, left, top]))
     if instances.has("pred_keypoints"):
         moved.pred_keypoints = instances.pred_keypoints + torch.tensor([left, top, 0])
     if instances.has("pred_masks"):
@@ -183,17 +185,19 @@ def _rle(
     """Encode a mask that lies in an image, from the columns that it covers alone."""
     height, width = size
     columns = np.flatnonzero(mask.any(axis=0))
-    first, last = (columns[0], columns[-1] + 1) if columns.size else (0, 0)
+    first, last = 0, 0
+    if columns.size:
+        first, last = columns[0], columns[-1] + 1
+    bottom = top + len(mask)
     strip = np.zeros((height, last - first), bool)
-    strip[top : top + len(mask)] = mask[:, first:last]
+    strip[top:bottom] = mask[:, first:last]
 
     # COCO counts runs of equal pixels, column by column
-    edges = np.flatnonzero(np.diff(strip.ravel("F"), prepend=False, append=False))
-    edges += (left + first) * height
-    counts = np.diff(edges, prepend=0, append=height * width).tolist()
-    return mask_util.frPyObjects(
-        {"size": [height, width], "counts": counts}, height, width
-    )
+    changes = np.diff(strip.ravel("F"), prepend=False, append=False)
+    edges = np.flatnonzero(changes) + (left + first) * height
+    counts = np.diff(edges, prepend=0, append=height * width)
+    rle = {"size": [height, width], "counts": counts.tolist()}
+    return mask_util.frPyObjects(rle, height, width)
 
 
 def _merged(tiles: list[Instances], windows: Sequence[Window]) -> Instances:
@@ -205,7 +209,8 @@ def _merged(tiles: list[Instances], windows: Sequence[Window]) -> Instances:
     boxes = found.pred_boxes.tensor
     corners = [[x.start, y.start, x.stop, y.stop] for y, x in windows]
     views = torch.tensor(corners, dtype=boxes.dtype)
-    tile_of = torch.repeat_interleave(torch.tensor([len(tile) for tile in tiles]))
+    counts = torch.tensor([len(tile) for tile in tiles])
+    tile_of = torch.repeat_interleave(counts)
     scores = found.scores.tolist()
     is_cut = _cut(boxes, views[tile_of], found.image_size).tolist()
 
@@ -227,15 +232,17 @@ def _unite(instance: Instances, pieces: list[Instances]) -> None:
     """Give a detection the union of the boxes and masks of its pieces."""
     union = Instances.cat(pieces)
     boxes = union.pred_boxes.tensor
-    corners = [boxes[:, :2].amin(0), boxes[:, 2:].amax(0)]
-    instance.pred_boxes = Boxes(torch.cat(corners)[None])
+    first = boxes[:, :2].amin(0)
+    last = boxes[:, 2:].amax(0)
+    instance.pred_boxes = Boxes(torch.cat([first, last])[None])
     if union.has("pred_masks_rle"):
         instance.pred_masks_rle = [mask_util.merge(union.pred_masks_rle)]
 
 
 def _cut(boxes: Tensor, views: Tensor, image_size: tuple[int, int]) -> Tensor:
     """Return which boxes end at an edge of their tile inside the image."""
-    near = (_CUT * (boxes[:, 2:] - boxes[:, :2])).clamp_min(1).repeat(1, 2)
+    sides = boxes[:, 2:] - boxes[:, :2]
+    near = (_CUT * sides).clamp_min(1).repeat(1, 2)
     borders = boxes.new_tensor([0, 0, *image_size[::-1]])
     is_at_edge = (boxes - views).abs() < near
     return (is_at_edge & (views != borders)).any(1)
@@ -245,22 +252,25 @@ def _agreeing_pairs(
     boxes: Tensor, classes: Tensor, tile_of: Tensor, views: Tensor
 ) -> list[tuple[float, int, int]]:
     """Find detections of two tiles that agree within what both see: IoU and indices."""
-    low = torch.maximum(views[:, None, :2], views[:, :2])
-    high = torch.minimum(views[:, None, 2:], views[:, 2:])
+    first, last = views[:, :2], views[:, 2:]
+    low = torch.maximum(first[:, None], first)
+    high = torch.minimum(last[:, None], last)
     are_neighbors = (low < high).all(2).triu(1)
     tiles = [(tile_of == tile).nonzero()[:, 0] for tile in range(len(views))]
 
-    pairs = []
+    pairs: list[tuple[float, int, int]] = []
     for one, two in are_neighbors.nonzero().tolist():
-        first, second = tiles[one], tiles[two]
-        corners = boxes[torch.cat([first, second])].view(-1, 2, 2)
-        seen = corners.clamp(low[one, two], high[one, two]).flatten(1)
-        iou = box_iou(seen[: len(first)], seen[len(first) :])
-        iou *= classes[first, None] == classes[second]
-        for row, column in (iou >= _SAME_OBJECT).nonzero().tolist():
-            pairs.append(
-                (float(iou[row, column]), int(first[row]), int(second[column]))
-            )
+        members = [tiles[one], tiles[two]]
+        seen = []
+        for indices in members:
+            corners = boxes[indices].view(-1, 2, 2)
+            seen.append(corners.clamp(low[one, two], high[one, two]).flatten(1))
+
+        iou = box_iou(*seen)
+        iou *= classes[members[0], None] == classes[members[1]]
+        rows, columns = (iou >= _SAME_OBJECT).nonzero(as_tuple=True)
+        found = (iou[rows, columns], members[0][rows], members[1][columns])
+        pairs += zip(*(values.tolist() for values in found), strict=True)
     return pairs
 
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -11,9 +10,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
+from ...tiny_run import ROOT
 from .conftest import FORBID
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "onnx_detect.py"
+SCRIPT = ROOT / "examples" / "onnx_detect.py"
 FORBIDDEN = ["torch", "torchvision", "detectron2", "gw_detectron", "onnx"]
 BOXES = np.array([[2, 3, 12, 13], [20, 5, 39, 29], [0, 0, 0, 0]], np.float32)
 SCORES, CLASSES = np.array([0.9, 0.25, 0], np.float32), np.array([1, 0, -1])

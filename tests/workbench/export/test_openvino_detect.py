@@ -14,9 +14,10 @@ from gw_detectron.workbench.export import export_detector
 from gw_detectron.workbench.export.detector import detect
 from gw_detectron.workbench.export.formats import open_onnx
 
+from ...tiny_run import ROOT
 from .tiny_networks import build_detector, needs_export
 
-SOURCE = Path(__file__).parents[2] / "examples" / "openvino_detect.cpp"
+SOURCE = ROOT / "examples" / "openvino_detect.cpp"
 
 
 @pytest.mark.slow

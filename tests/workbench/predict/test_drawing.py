@@ -1,4 +1,4 @@
-"""Drawings: colors of classes and instances, contours, labels where they fit; predictions and ground truth alike."""
+"""Drawings: colors of classes and instances, contours, labels where they fit."""
 
 import numpy as np
 import pytest
@@ -21,55 +21,62 @@ def square(left=100):
     return mask
 
 
-def test_colors_are_those_of_the_dataset_of_the_class_or_of_the_instance():
+def dark(picture):
+    """Pixels of labels, whose ground is dark."""
+    return picture.max(axis=2) < 60
+
+
+@pytest.mark.parametrize("instances", [False, True])
+def test_colors_of_the_dataset(instances):
     metadata = Metadata(
         thing_classes=["cat", "dog"], thing_colors=[(255, 0, 0), (0, 0, 51)]
     )
-    for instances in (False, True):
-        assert np.allclose(
-            object_colors(metadata, [0, 1, 2], instances=instances),
-            [[1, 0, 0], [0, 0, 0.2], [1, 0, 0]],
-        )
+    colors = object_colors(metadata, [0, 1, 2], instances=instances)
+    assert np.allclose(colors, [[1, 0, 0], [0, 0, 0.2], [1, 0, 0]])
+
+
+def test_colors_of_classes_and_instances():
     assert np.array_equal(*object_colors(CLASSES, [1, 1], instances=False))
+
     colors = np.array(object_colors(CLASSES, [1] * 40, instances=True))
-    assert np.abs(colors[1:] - colors[:-1]).max(axis=1).min() > 0.8
+    steps = np.abs(np.diff(colors, axis=0)).max(axis=1)
+    assert steps.min() > 0.8
 
 
 def test_touching_masks_differ_and_have_contours_in_place_of_boxes():
     boxes = np.array([BOX, [300, 150, 500, 350]])
-    picture = draw_objects(GRAY, CELLS, [0, 0], boxes, masks=[square(), square(300)])
-    inside = [picture[250, 200].astype(int), picture[250, 400].astype(int)]
-    for index, color in enumerate(object_colors(CELLS, [0, 0], instances=True)):
-        assert np.allclose(
-            inside[index] / 255, 0.35 * np.array(color) + 0.65 * 128 / 255, atol=0.02
-        )
-    contours = [picture[150 - 2 : 150 + 3, x].astype(int) for x in (200, 400)]
-    for fill, contour in zip(inside, contours, strict=True):
-        assert (
-            np.ptp(contour, axis=1) > np.ptp(fill) + 50
-        ).any()  # purer than the fill
-    assert np.array_equal(picture[100, 100], [128, 128, 128])
+    masks = [square(), square(300)]
+
+    picture = draw_objects(GRAY, CELLS, [0, 0], boxes, masks=masks).astype(int)
+
+    colors = np.array(object_colors(CELLS, [0, 0], instances=True))
+    expected = 0.35 * colors + 0.65 * 128 / 255
+    inside = picture[250, [200, 400]]
+    assert np.allclose(inside / 255, expected, atol=0.02)
+    for fill, column in zip(inside, (200, 400), strict=True):
+        contour = picture[148:153, column]
+        assert np.ptp(contour, axis=1).max() > np.ptp(fill) + 50  # purer than the fill
+    assert picture[100, 100].tolist() == [128, 128, 128]
 
 
 @pytest.mark.parametrize("metadata, shown", [(CLASSES, True), (CELLS, False)])
 def test_the_name_of_the_only_class_is_left_out(metadata, shown):
     picture = draw_objects(GRAY, metadata, [0], np.array([BOX]), masks=[square()])
-    assert (
-        picture[150:180, 100:180].max(axis=2) < 60
-    ).any() == shown  # the dark ground of a label
+    assert dark(picture)[150:180, 100:180].any() == shown
 
 
 def test_labels_stand_where_they_hide_nothing():
-    small = np.array(
-        [[20 + 12 * i, 200, 30 + 12 * i, 210] for i in range(40)]
-        + [[300, 400, 310, 410]],
-        float,
-    )
-    picture = draw_objects(GRAY, CLASSES, [0] * 41, small)
-    dark = picture.max(axis=2) < 60
-    assert not dark[190:245, 40:480].any() and dark[395:440, 290:360].any()
-    noted = draw_objects(GRAY, CLASSES, [0] * 41, small, notes=["missed", *[""] * 40])
-    assert not (noted.max(axis=2) < 60)[190:245, 140:480].any()
+    row = [[20 + 12 * i, 200, 30 + 12 * i, 210] for i in range(40)]
+    boxes = np.array([*row, [300, 400, 310, 410]], float)
+    classes = [0] * 41
+
+    labels = dark(draw_objects(GRAY, CLASSES, classes, boxes))
+    assert not labels[190:245, 40:480].any()
+    assert labels[395:440, 290:360].any()
+
+    notes = ["missed"] + [""] * 40
+    labels = dark(draw_objects(GRAY, CLASSES, classes, boxes, notes=notes))
+    assert not labels[190:245, 140:480].any()
 
 
 def test_prediction_and_ground_truth_are_drawn_alike():
@@ -78,25 +85,16 @@ def test_prediction_and_ground_truth_are_drawn_alike():
     instances.pred_classes = torch.tensor([1])
     instances.scores = torch.tensor([0.9])
     instances.pred_masks = torch.from_numpy(square())[None]
-    polygon = [[100, 150, 300, 150, 300, 350, 100, 350]]
-    record = {
-        "annotations": [
-            {
-                "bbox": BOX,
-                "bbox_mode": BoxMode.XYXY_ABS,
-                "category_id": 1,
-                "segmentation": polygon,
-            }
-        ]
+    annotation = {
+        "bbox": BOX,
+        "bbox_mode": BoxMode.XYXY_ABS,
+        "category_id": 1,
+        "segmentation": [[100, 150, 300, 150, 300, 350, 100, 350]],
     }
-    predicted, annotated = (
-        draw_predictions(GRAY, CLASSES, instances),
-        draw_record(GRAY, CLASSES, record),
-    )
-    assert (
-        np.abs(
-            predicted[300:340, 110:290].astype(int) - annotated[300:340, 110:290]
-        ).max()
-        <= 3
-    )
-    assert not np.array_equal(predicted, annotated)  # the score
+
+    predicted = draw_predictions(GRAY, CLASSES, instances).astype(int)
+    annotated = draw_record(GRAY, CLASSES, {"annotations": [annotation]})
+
+    difference = np.abs(predicted - annotated)
+    assert difference[300:340, 110:290].max() <= 3
+    assert difference.any()  # the score

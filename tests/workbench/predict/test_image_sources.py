@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 
 from gw_detectron.errors import DataError, MissingFileError
@@ -41,15 +42,11 @@ def test_nothing_to_read(tmp_path):
 def test_frames_of_a_video(video):
     (source,) = find_sources([str(video)])
     frames = list(source.images())
-    assert source.is_video and len(frames) == 5
+
+    assert source.is_video
     assert frames[0].shape == (48, 64, 3)
-    assert [round(frame[..., 0].mean() / 60) for frame in frames] == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]  # red grows
+    reds = [frame[..., 0].mean() / 60 for frame in frames]
+    assert np.round(reds).tolist() == [0, 1, 2, 3, 4]
     assert frames[4][..., 2].mean() < 5
 
 

@@ -24,6 +24,7 @@ def results(folder):
 
 def test_a_run_folder(tmp_path, run_folder, photos, capsys):
     output = tmp_path / "out"
+
     assert predict(
         run_folder,
         photos,
@@ -34,37 +35,56 @@ def test_a_run_folder(tmp_path, run_folder, photos, capsys):
         "--device",
         "cpu",
     )
+
     printed = capsys.readouterr().out
-    count = len(results(output))
-    assert (
-        count > 6 and f"2 images, {count} objects with a score above 0.1, " in printed
-    )
-    assert printed.endswith(
-        f"Detector: {run_folder / 'model_final.pth'}\nPredictions: {output}\n"
-    )
-    assert {each["category_name"] for each in results(output)} <= {
-        "fork",
-        "cup",
-        "plate",
-    }
+    rows = results(output)
+    assert len(rows) > 6
+    assert f"2 images, {len(rows)} objects with a score above 0.1, " in printed
+    detector = run_folder / "model_final.pth"
+    assert printed.endswith(f"Detector: {detector}\nPredictions: {output}\n")
+    assert {row["category_name"] for row in rows} <= {"fork", "cup", "plate"}
     assert (output / "pictures" / "sub" / "a.jpg").is_file()
+
+
+def test_the_counts_are_those_of_the_results(tmp_path, run_folder, photos):
+    output = tmp_path / "out"
+    predict(
+        run_folder,
+        photos,
+        "--output",
+        output,
+        "--score-threshold",
+        "0.1",
+        "--no-pictures",
+    )
+
     with open(output / "counts.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    found = Counter(
-        (each["file_name"], each["category_name"]) for each in results(output)
-    )
+
     assert [row["file_name"] for row in rows] == ["b.png", "sub/a.jpg"]
+    found = Counter((row["file_name"], row["category_name"]) for row in results(output))
     for row in rows:
-        counts = [found[row["file_name"], name] for name in ("fork", "cup", "plate")]
-        assert [int(row[name]) for name in ("fork", "cup", "plate", "all")] == [
-            *counts,
-            sum(counts),
-        ]
-    best = shutil.copytree(run_folder, tmp_path / "best") / "model_best.pth"
+        name, total = row.pop("file_name"), row.pop("all")
+        assert row == {
+            label: str(found[name, label]) for label in ("fork", "cup", "plate")
+        }
+        assert int(total) == sum(map(int, row.values()))
+
+
+def test_the_best_checkpoint_of_a_run(tmp_path, run_folder, photos, capsys):
+    run = shutil.copytree(run_folder, tmp_path / "best")
+    best = run / "model_best.pth"
     shutil.copyfile(run_folder / "model_final.pth", best)
-    assert predict(best.parent, photos / "b.png", "--output", output, "--no-pictures")
+    output = tmp_path / "out"
+
+    assert predict(run, photos / "b.png", "--output", output, "--no-pictures")
+
     assert f"Detector: {best} (the best one by TEST.BEST)\n" in capsys.readouterr().out
     assert not (output / "pictures").exists()
+
+
+def test_names_of_classes_and_config_keys(tmp_path, run_folder, photos):
+    output = tmp_path / "out"
     words = (
         "--output",
         output,
@@ -74,57 +94,82 @@ def test_a_run_folder(tmp_path, run_folder, photos, capsys):
         "a, b,c",
         "--opts",
     )
+
     assert predict(run_folder, photos / "b.png", *words, "TEST.DETECTIONS_PER_IMAGE", 1)
-    assert [each["category_name"] in ("a", "b", "c") for each in results(output)] == [
-        True
-    ]
+
+    (row,) = results(output)
+    assert row["category_name"] in ("a", "b", "c")
 
 
-def test_a_preview_draws_annotations_without_a_model(tmp_path, capsys, caplog):
-    folder = write_run(tmp_path / "run")  # six photos with three objects each
-    words = (
-        "--preview",
-        folder / "annotations.json",
-        folder / "photos",
-        "--output",
-        tmp_path / "out",
-    )
-    assert predict(*words) and predict(*words)  # replaces its own
+@pytest.fixture
+def preview(tmp_path):
+    """Preview six photos with three objects each, which ``change`` may alter."""
+    folder = write_run(tmp_path / "run")
+    path = folder / "annotations.json"
+    words = ("--preview", path, folder / "photos", "--output", tmp_path / "out")
+
+    def preview(content=None, *extra):
+        if content is not None:
+            path.write_text(json.dumps(content))
+        return predict(*words[:3], *extra, *words[3:])
+
+    preview.content = json.loads(path.read_text())
+    return preview
+
+
+def test_a_preview_draws_annotations_without_a_model(tmp_path, preview):
+    for _ in range(2):  # it replaces its own
+        assert preview()
+
     pictures = sorted((tmp_path / "out" / "pictures").iterdir())
-    assert len(pictures) == 6 and Image.open(pictures[0]).size == (480, 480)
+    assert len(pictures) == 6
+    assert Image.open(pictures[0]).size == (480, 480)
     rows = (tmp_path / "out" / "counts.csv").read_text().splitlines()
-    assert len(rows) == 7 and all(row.endswith(",3") for row in rows[1:])
-    content = json.loads((folder / "annotations.json").read_text())
-    content["annotations"][0]["ignore"] = 1
-    (folder / "annotations.json").write_text(json.dumps(content))
-    assert (
-        predict(*words)
-        and (tmp_path / "out" / "counts.csv").read_text().count(",2\n") == 1
-    )
-    for each in (
-        *content["images"],
-        *content["annotations"],
-    ):  # with the name of a folder
-        key = "id" if "file_name" in each else "image_id"
-        each[key] = f"2023/{each[key]}"
+    assert len(rows) == 7
+    assert {row.split(",")[-1] for row in rows[1:]} == {"3"}
+
+
+def test_a_preview_does_not_count_ignored_objects(tmp_path, preview):
+    preview.content["annotations"][0]["ignore"] = 1
+    assert preview(preview.content)
+    assert (tmp_path / "out" / "counts.csv").read_text().count(",2\n") == 1
+
+
+def test_a_preview_leaves_broken_annotations_out(preview, caplog):
+    content = preview.content
+    for image in content["images"]:  # with the name of a folder
+        image["id"] = f"2023/{image['id']}"
+    for annotation in content["annotations"]:
+        annotation["image_id"] = f"2023/{annotation['image_id']}"
     faults = (
+        {},
         {"bbox": None},
         {"bbox": [1, 2, 3]},
         {"bbox": [1, 2, 3, "4"]},
         {"keypoints": [5, 5, 2]},
     )
-    for each, fault in zip(content["annotations"], ({}, *faults), strict=False):
-        each |= {"keypoints": [3, 4, 2, 0, 0, 0]} | fault
-    (folder / "annotations.json").write_text(json.dumps(content))
-    assert predict(*words) and "4 of 18 annotations left out" in caplog.text
-    for change in ({}, {"images": [], "annotations": [3], "categories": []}, []):
-        (folder / "annotations.json").write_text(json.dumps(change))
-        with pytest.raises(UserError, match="annotations.json"):
-            predict(*words)
-    assert len(sorted((tmp_path / "out" / "pictures").iterdir())) == 6
-    for extra in (["more"], ["--score-threshold", "0.7"], ["--no-pictures"]):
-        with pytest.raises(UserError, match="--preview: takes no "):
-            predict(*words[:3], *extra, *words[3:])
+    for annotation, fault in zip(content["annotations"], faults, strict=False):
+        annotation |= {"keypoints": [3, 4, 2, 0, 0, 0]} | fault
+
+    assert preview(content)
+
+    assert "4 of 18 annotations left out" in caplog.text
+
+
+def test_a_preview_that_cannot_be_drawn_keeps_the_earlier_one(tmp_path, preview):
+    preview()
+    for content in ({}, {"images": [], "annotations": [3], "categories": []}, []):
+        with pytest.raises(UserError, match=r"annotations\.json"):
+            preview(content)
+    assert len(list((tmp_path / "out" / "pictures").iterdir())) == 6
+
+
+@pytest.mark.parametrize(
+    "extra", [["more"], ["--score-threshold", "0.7"], ["--no-pictures"]]
+)
+def test_a_preview_takes_no_flags_of_predictions(preview, extra):
+    with pytest.raises(UserError, match="--preview"):
+        preview(None, *extra)
 
 
 def test_a_broken_file_is_the_exit_status(tmp_path, run_folder, photos, capsys):

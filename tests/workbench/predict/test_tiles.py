@@ -44,22 +44,18 @@ class Colors(Handmade):
     """Find what a tile shows of the object of each color, by its pixels, in masks of the tile."""
 
     def __call__(self, image):
-        masks = [image[..., 0] == color for color in range(1, len(OBJECTS) + 1)]
-        masks = torch.tensor(
-            np.array([mask for mask in masks if mask.any()]).reshape(
-                -1, *image.shape[:2]
-            )
-        )
-        rows, columns = masks.any(2), masks.any(1)
-        ends = [
-            [line.nonzero().min(), line.nonzero().max() + 1]
-            for line in (*columns, *rows)
-        ]
-        found = Instances(image.shape[:2], pred_masks=masks)
-        bounds = torch.tensor(ends, dtype=torch.float).reshape(2, -1, 2)
-        found.pred_boxes = Boxes(bounds.permute(1, 2, 0).flatten(1))
+        colors = [color for color in np.unique(image).tolist() if color]
+        masks = torch.zeros(len(colors), *image.shape[:2], dtype=torch.bool)
+        boxes = torch.zeros(len(colors), 4)
+        for index, color in enumerate(colors):
+            masks[index] = torch.tensor(image[..., 0] == color)
+            rows, columns = masks[index].nonzero(as_tuple=True)
+            corners = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+            boxes[index] = torch.tensor(corners)
+
+        found = Instances(image.shape[:2], pred_masks=masks, pred_boxes=Boxes(boxes))
         found.scores = (
-            0.5 + masks.flatten(1).sum(1) / 1e5
+            0.5 + masks.sum((1, 2)) / 1e5
         )  # the largest piece is the most certain
         found.pred_classes = torch.zeros(len(masks), dtype=torch.long)
         return found
@@ -69,26 +65,18 @@ class Colors(Handmade):
     ("tile", "overlap"), [(50, 10), (64, 20), (199, 1), (70, 55), (150, 40)]
 )
 def test_an_object_in_many_tiles_is_one_detection(scene, tile, overlap):
-    found = TiledPredictor(Colors(), tile, overlap, "tile")(
-        scene
-    )  # the second object is in up to nine tiles
-    order = [
-        sorted(OBJECTS).index(tuple(map(int, box)))
-        for box in found.pred_boxes.tensor.tolist()
-    ]
-    assert sorted(order) == [0, 1, 2, 3] and found.scores.tolist() == sorted(
-        found.scores.tolist(), reverse=True
-    )
-    for box, rle in zip(
-        found.pred_boxes.tensor.int().tolist(), found.pred_masks_rle, strict=True
-    ):
-        x0, y0, x1, y1 = box
-        mask = mask_util.decode(rle)
-        assert (
-            mask.shape == (200, 200)
-            and mask[y0:y1, x0:x1].all()
-            and mask.sum() == (y1 - y0) * (x1 - x0)
-        )
+    predict = TiledPredictor(Colors(), tile, overlap, "tile")
+
+    found = predict(scene)  # the second object is in up to nine tiles
+
+    boxes = [tuple(box) for box in found.pred_boxes.tensor.int().tolist()]
+    assert sorted(boxes) == sorted(OBJECTS)
+    scores = found.scores.tolist()
+    assert scores == sorted(scores, reverse=True)
+    for (x0, y0, x1, y1), rle in zip(boxes, found.pred_masks_rle, strict=True):
+        expected = np.zeros((200, 200), np.uint8)
+        expected[y0:y1, x0:x1] = 1
+        np.testing.assert_array_equal(mask_util.decode(rle), expected)
 
 
 @pytest.mark.parametrize("size", [(100, 100), (1, 200), (200, 1), (3, 3), (90, 51)])
@@ -96,35 +84,39 @@ def test_images_of_any_size_are_covered(scene, size):
     image = scene[: size[0], : size[1]]
     tiled = TiledPredictor(Colors(), 50, 37, "tile")
     seen = np.zeros(size, int)
+    height, width = np.minimum(50, size)
     for window in tiled.windows(image):
-        assert seen[window].size == min(50, size[0]) * min(50, size[1])
+        assert seen[window].shape == (height, width)
         seen[window] += 1
-    assert seen.min() >= 1 and len(tiled(image)) == len(Colors()(image))
+
+    assert seen.min() >= 1
+    assert len(tiled(image)) == len(Colors()(image))
 
 
 def test_touching_objects_stay_apart():
     image = np.zeros((60, 100, 3), np.uint8)
-    image[10:30, 30:70], image[30:50, 30:70] = (
-        1,
-        2,
-    )  # of one class, both cut by the edge of the first tile
+    # of one class, both cut by the edge of the first tile
+    image[10:30, 30:70] = 1
+    image[30:50, 30:70] = 2
+
     found = TiledPredictor(Colors(), 60, 20, "tile")(image)
-    assert sorted(found.pred_boxes.tensor.tolist()) == [
-        [30, 10, 70, 30],
-        [30, 30, 70, 50],
-    ]
+
+    boxes = sorted(found.pred_boxes.tensor.tolist())
+    assert boxes == [[30, 10, 70, 30], [30, 30, 70, 50]]
 
 
 def test_masks_at_the_border_of_the_image_and_without_pixels():
     image = np.zeros((40, 60, 3), np.uint8)
     image[:, 10:50] = 1  # full columns: the runs of neighboring columns touch
-    found = TiledPredictor(Colors(), 40, 10, "tile")(image)
-    np.testing.assert_array_equal(
-        mask_util.decode(found.pred_masks_rle[0]), image[..., 0]
-    )
-    assert mask_util.area(found.pred_masks_rle[0]) == 40 * 40
-    empty = TiledPredictor(Colors(), 40, 10, "tile")(np.zeros((100, 100, 3), np.uint8))
-    assert len(empty) == 0 and empty.image_size == (100, 100)
+    predict = TiledPredictor(Colors(), 40, 10, "tile")
+
+    (rle,) = predict(image).pred_masks_rle
+    empty = predict(np.zeros((100, 100, 3), np.uint8))
+
+    np.testing.assert_array_equal(mask_util.decode(rle), image[..., 0])
+    assert mask_util.area(rle) == 40 * 40
+    assert len(empty) == 0
+    assert empty.image_size == (100, 100)
 
 
 def test_a_large_image_is_shrunk_with_boxes_and_a_small_one_keeps_its_masks():
@@ -138,11 +130,11 @@ def test_a_large_image_is_shrunk_with_boxes_and_a_small_one_keeps_its_masks():
     image = np.arange(6000).reshape(60, 100)
     same, kept = shrunk(image, found, 100)
     assert same.shape == image.shape and kept.pred_masks == found.pred_masks_rle
+
     small, result = shrunk(image, found, 30)
     np.testing.assert_array_equal(small, image[::4, ::4])
-    assert result.pred_boxes.tensor.tolist() == [
-        [2.5, 5, 7.5, 12.5]
-    ] and not result.has("pred_masks")
+    assert result.pred_boxes.tensor.tolist() == [[2.5, 5, 7.5, 12.5]]
+    assert not result.has("pred_masks")
 
 
 @pytest.fixture(scope="module")
@@ -152,13 +144,10 @@ def predictor(run_folder):
 
 @pytest.fixture(scope="module")
 def large():
-    pixels = np.random.default_rng(3).integers(
-        0, 256, (12, 17, 3), np.uint8
-    )  # dark on the left
-    return (
-        np.asarray(Image.fromarray(pixels).resize((170, 120)))
-        // np.uint8([6] * 90 + [1] * 80)[:, None]
-    )
+    pixels = np.random.default_rng(3).integers(0, 256, (12, 17, 3), np.uint8)
+    image = np.array(Image.fromarray(pixels).resize((170, 120)))
+    image[:, :90] //= 6  # dark on the left
+    return image
 
 
 def fields(found):
@@ -170,12 +159,11 @@ def fields(found):
 
 def test_one_tile_is_the_image_bit_for_bit(predictor, large):
     expected = fields(predictor(large))
+    assert len(expected["scores"]) > 3
     for statistics in ("image", "tile"):
         found = fields(TiledPredictor(predictor, 170, 30, statistics)(large))
-        assert (
-            all(torch.equal(found[name], expected[name]) for name in expected)
-            and len(expected["scores"]) > 3
-        )
+        for name, values in expected.items():
+            assert torch.equal(found[name], values)
 
 
 @pytest.mark.parametrize("size", [(1, 900), (900, 1)])
@@ -190,21 +178,18 @@ def test_the_statistics_of_the_image_bring_tiles_closer_to_it(
     predictor, large, monkeypatch
 ):
     image, model = large[:64, :128], predictor.model
-    monkeypatch.setitem(
-        predictor.cfg.INPUT, "MIN_SIZE_TEST", 0
-    )  # the scale of a tile is that of the image
+    # the scale of a tile is that of the image
+    monkeypatch.setitem(predictor.cfg.INPUT, "MIN_SIZE_TEST", 0)
 
     @torch.no_grad()
     def left_half(pixels):
-        return model.backbone(model.preprocess_image([predictor.input(pixels)]).tensor)[
-            "p2"
-        ][..., :16]
+        inputs = model.preprocess_image([predictor.input(pixels)])
+        return model.backbone(inputs.tensor)["p2"][..., :16]
 
-    expected, alone = left_half(image), left_half(image[:, :64])
-    for side, exact in (
-        (128, True),
-        (64, False),
-    ):  # of the whole image; of one window after the other
+    expected = left_half(image)
+    alone = left_half(image[:, :64])
+    # of the whole image; of one window after the other
+    for side, exact in ((128, True), (64, False)):
         monkeypatch.setattr(
             "gw_detectron.workbench.predict.tiled_predictor._WINDOW", side
         )
@@ -230,14 +215,13 @@ def test_without_such_norms_the_statistics_change_nothing(run_folder, large):
     torch.manual_seed(0)
     frozen = Predictor(build_model(cfg).eval(), cfg, Metadata(), 0.1)
     assert not TiledPredictor(frozen, 100, 30).measure(large).layers
-    image, tile = (
-        fields(TiledPredictor(frozen, 100, 30, each)(large))
-        for each in ("image", "tile")
-    )
-    assert len(image["scores"]) > 3 and image.pop("pred_masks_rle") == tile.pop(
-        "pred_masks_rle"
-    )
-    assert all(torch.equal(image[name], tile[name]) for name in image)
+    image = fields(TiledPredictor(frozen, 100, 30, "image")(large))
+    tile = fields(TiledPredictor(frozen, 100, 30, "tile")(large))
+
+    assert len(image["scores"]) > 3
+    assert image.pop("pred_masks_rle") == tile.pop("pred_masks_rle")
+    for name, values in image.items():
+        assert torch.equal(tile[name], values)
 
 
 def test_the_command(run_folder, tmp_path, large):
@@ -250,36 +234,29 @@ def test_the_command(run_folder, tmp_path, large):
         "--score-threshold",
         "0.1",
     ]
-    run = get_parser().parse_args
-    assert main(
-        run([*map(str, words), "--tiles", "100", "--overlap", "30", "--device", "cpu"])
-    )
-    results = json.loads((tmp_path / "out" / "predictions.json").read_text())
-    assert len(results) > 3 and all(
-        each["segmentation"]["size"] == [120, 170] for each in results
-    )
+
+    def run(*flags):
+        return main(get_parser().parse_args([*map(str, words), *flags]))
+
+    def results():
+        return json.loads((tmp_path / "out" / "predictions.json").read_text())
+
+    tiles = ("--tiles", "100", "--overlap", "30")
+    assert run(*tiles, "--device", "cpu")
+    of_image = results()
+    assert len(of_image) > 3
+    assert {tuple(row["segmentation"]["size"]) for row in of_image} == {(120, 170)}
     assert (tmp_path / "out" / "pictures" / "large.png").is_file()
-    main(
-        run(
-            [
-                *map(str, words),
-                "--tiles",
-                "100",
-                "--overlap",
-                "30",
-                "--statistics",
-                "tile",
-            ]
-        )
-    )
-    assert json.loads((tmp_path / "out" / "predictions.json").read_text()) != results
+
+    run(*tiles, "--statistics", "tile")
+    assert results() != of_image
     for flags, name in (
         (["--tiles", "100", "--overlap", "100"], r"overlap \(100\)"),
         (["--tiles", "0"], r"tiles \(0\)"),
         (["--overlap", "5"], "--overlap"),
     ):
         with pytest.raises(ConfigError, match=name):
-            main(run([*map(str, words), *flags]))
+            run(*flags)
 
 
 @pytest.fixture
@@ -337,10 +314,8 @@ def test_windows_of_a_tiff_are_those_of_the_whole_image(tiff, large, bands):
 def test_tiffs_whose_values_are_not_those_of_the_pixels_are_read_whole(
     tiff, large, bands, dtype, options
 ):
-    path = tiff(
-        np.concatenate([large // 16, large // 16], 2)[..., :bands].astype(dtype),
-        **options,
-    )
+    pixels = np.concatenate([large // 16, large // 16], 2)[..., :bands]
+    path = tiff(pixels.astype(dtype), **options)
     np.testing.assert_array_equal(open_image(path)[:, :], read_image(path, "RGB"))
 
 
