@@ -63,7 +63,7 @@ PREPROCESSING = {
     ),
     "catalog://ImageNetPretrained/FAIR/X-101-32x8d": (
         "BGR",
-        [103.53, 116.28, 123.675],
+        [102.9801, 115.9465, 122.7717],  # Detectron1's
         [1.0, 1.0, 1.0],
     ),
     "detectron2://ImageNetPretrained/FAIR/X-101-32x8d.pkl": (

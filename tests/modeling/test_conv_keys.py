@@ -22,7 +22,7 @@ from gw_detectron.modeling import build_checked_model
 from gw_detectron.modeling.resnet import set_norms
 from gw_detectron.norms import conv_names
 from gw_detectron.weights import Checkpoint, norm_differences
-from gw_detectron.weights.identifying import Record, norm_record
+from gw_detectron.weights.identifying import NetworkRecord, norm_record
 from gw_detectron.workbench.commands.train import run_here as main
 
 from ..test_configs import tiny
@@ -139,8 +139,10 @@ def test_a_wrong_key_is_refused(cfg, value, message):
 def test_checkpoints_record_it():
     """Raw weights and those that are standardized look alike."""
     model = detector("FPN")
-    saved = Checkpoint("", "", model.state_dict(), {}, Record(norm_record(model)))
-    without_record = replace(saved, record=Record())
+    saved = Checkpoint(
+        "", "", model.state_dict(), {}, NetworkRecord(norm_record(model))
+    )
+    without_record = replace(saved, record=NetworkRecord())
     assert not norm_differences(saved, detector("FPN"))
     assert not norm_differences(without_record, detector("FPN"))
 
