@@ -139,5 +139,10 @@ def _run_under_torchrun(main: Main, args: argparse.Namespace) -> None:
     )
     comm.synchronize()
 
-    main(args)
-    dist.destroy_process_group()
+    with contextlib.ExitStack() as teardown:
+        if dist.get_backend() == "gloo":
+            # with nccl, a failed process would wait for processes that wait for it
+            teardown.callback(dist.destroy_process_group)
+        main(args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
