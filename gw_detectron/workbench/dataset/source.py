@@ -43,17 +43,14 @@ class CocoDataset:
 
     json: str  # the annotation file
     images: str  # the folder to which file_name in it is relative
-    val_fraction: float = (
-        0.0  # share of the images that become a dataset of their own, for validation
-    )
-    keypoint_names: list[str] = field(
-        default_factory=list
-    )  # default: from the file's categories
+    # share of the images that become a dataset of their own, for validation
+    val_fraction: float = 0.0
+    # default: from the file's categories
+    keypoint_names: list[str] = field(default_factory=list)
     # pairs that a horizontal flip exchanges; default: names that differ only in left and right
     keypoint_flip_map: list[list[str]] = field(default_factory=list)
-    made_by: str = (
-        ""  # command that writes the files; the message on a missing file names it
-    )
+    # command that writes the files; the message on a missing file names it
+    made_by: str = ""
 
 
 @dataclass(frozen=True)
