@@ -11,6 +11,7 @@ from ..ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
 from .batch_renorm import BatchRenorm2d
 from .batch_whitening import BatchWhitening2d, FrozenBatchWhitening2d
 from .group_whitening import GroupWhitening2d
+from .mixed_norms import MixedBatchNorm2d, MixedWhitening2d
 from .shared_statistics import ImageStatistics
 from .weight_standardization import (
     WeightStandardized,
@@ -25,6 +26,8 @@ __all__ = [
     "FrozenBatchWhitening2d",
     "GroupWhitening2d",
     "ImageStatistics",
+    "MixedBatchNorm2d",
+    "MixedWhitening2d",
     "Solver",
     "WeightStandardized",
     "batch_whiten",

@@ -10,18 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.group_whitening.reference import apply_affine
+from ..ops.mixed_statistics import mixed_inverse_sqrt, mixed_inverse_std
 from ..ops.numerics import autocast_off, compute_dtype, memory_format_of
 from .group_whitening import GroupWhitening2d
+from .mixed_norms import MixedBatchNorm2d, MixedNorm, MixedWhitening2d
 
-_FORWARDS = (GroupWhitening2d.forward, nn.GroupNorm.forward, nn.InstanceNorm2d.forward)
+_CLASSES = (
+    GroupWhitening2d,
+    MixedWhitening2d,
+    MixedBatchNorm2d,
+    nn.GroupNorm,
+    nn.InstanceNorm2d,
+)
+_FORWARDS = tuple(cls.forward for cls in _CLASSES)
 
 
 class ImageStatistics:
     r"""Mean and covariance that the norms of a network have on an image, gathered from its parts.
 
     A per-sample norm gives a tile another mean and whitening matrix than the whole image. Moments
-    add up, so the parts give those of the image, for GW, ``nn.GroupNorm`` and ``nn.InstanceNorm2d``;
-    other norms, and subclasses with a forward of their own, do not change.
+    add up, so the parts give those of the image, for GW, MixGW, MixBN, ``nn.GroupNorm`` and
+    ``nn.InstanceNorm2d``; other norms, and subclasses with a forward of their own, do not change.
 
     .. code-block:: python
 
@@ -80,17 +89,22 @@ class ImageStatistics:
         calls[index] += 1
 
         with autocast_off(x.device.type):
-            tiles = x.to(compute_dtype(x)).transpose(0, 1)
+            is_mixed = isinstance(layer, MixedNorm)
+            tiles = (
+                layer.fixed_norm.normalize(x) if is_mixed else x.to(compute_dtype(x))
+            )
+            tiles = tiles.transpose(0, 1)
             groups = getattr(layer, "num_groups", x.shape[1])
             rows = tiles.reshape(groups, -1)  # (g, M) of all tiles
             if gather:
-                self._add(
-                    key, _Moments.of(rows, full=isinstance(layer, GroupWhitening2d))
-                )
+                self._add(key, _Moments.of(rows, full=_has_covariance(layer)))
             if key not in self._matrices:
                 self._matrices[key] = _whitening(layer, self._moments[key]).to(rows)
 
-            centered = rows - self._moments[key].mean.to(rows)[:, None]
+            mean = self._moments[key].mean
+            if is_mixed:
+                mean = layer.mean * mean
+            centered = rows - mean.to(rows)[:, None]
             matrix = self._matrices[key]
             rows = (
                 matrix @ centered if matrix.dim() == 2 else matrix[:, None] * centered
@@ -107,7 +121,7 @@ class ImageStatistics:
 
 
 def _is_per_sample_norm(module: nn.Module) -> bool:
-    if not isinstance(module, (GroupWhitening2d, nn.GroupNorm, nn.InstanceNorm2d)):
+    if not isinstance(module, _CLASSES):
         return False
     # any other forward may do more, e.g. activate
     if getattr(module.forward, "__func__", None) not in _FORWARDS:
@@ -115,11 +129,19 @@ def _is_per_sample_norm(module: nn.Module) -> bool:
     return not getattr(module, "track_running_stats", False)
 
 
+def _has_covariance(layer: nn.Module) -> bool:
+    return isinstance(layer, (GroupWhitening2d, MixedWhitening2d))
+
+
 def _whitening(layer: Any, moments: "_Moments") -> Tensor:
-    """Return the whitening matrix (g, g) of GW, or the diagonal (g,) of other norms."""
+    """Return the whitening matrix (g, g) of GW and MixGW, or the diagonal (g,) of other norms."""
     sigma = moments.scatter / moments.count
     if isinstance(layer, GroupWhitening2d):
         return layer.solver(sigma)
+    if isinstance(layer, MixedWhitening2d):
+        return mixed_inverse_sqrt(moments.mean, sigma, layer.mixture, layer.num_iters)
+    if isinstance(layer, MixedBatchNorm2d):
+        return mixed_inverse_std(moments.mean, sigma, layer.mixture)
     return (sigma + layer.eps).rsqrt()
 
 

@@ -2,6 +2,7 @@
 
 from .conversion import CONVS, conv_names, convert_convs, convert_norms
 from .listing import (
+    can_start_from,
     evaluation_spec,
     is_synchronized,
     norm_rows,
@@ -24,6 +25,7 @@ __all__ = [
     "POSITIONS",
     "Norm",
     "build_norm",
+    "can_start_from",
     "conv_names",
     "convert_convs",
     "convert_norms",

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import ConfigError, NormError
 from ..layers import GroupWhitening2d, WeightStandardized, standardize_weights
+from ..layers.mixed_norms import MixedNorm
 from .listing import channels_of
 from .names import Norm
 from .positions import POSITIONS, norms_at
@@ -54,7 +55,8 @@ def convert_norms(model: nn.Module, plan: Plan) -> ConversionReport:
     that replaces it is trainable. A layer that contains its activation (timm's ``BatchNormAct2d``) keeps it. Hooks of
     a layer are lost.
 
-    Weights that were trained with BN do not fit a per-sample norm: the model needs training afterwards.
+    Weights that were trained with BN do not fit a per-sample norm: the model needs training afterwards. MixGW and
+    MixBN keep BN's statistics and mix in the image's.
 
     .. code-block:: python
 
@@ -198,11 +200,14 @@ def _warn(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
     """Warn of layers that may give a constant, or that lose what was trained."""
     vectors = []
     trained = []
+    untrained = []
     for name, layer in new.items():
         if type(old[name]).__name__.endswith("1d") and _has_single_channels(layer):
             vectors.append(name)
         if loses_statistics(old[name], layer):
             trained.append(name)
+        if isinstance(layer, MixedNorm) and layer.is_untrained:
+            untrained.append(name)
 
     if vectors:
         warnings.warn(
@@ -215,6 +220,13 @@ def _warn(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
         warnings.warn(
             f"convert_norms: {len(trained)} layers ({trained[0]}, ...) lose their running statistics; expect low "
             "accuracy until you fine-tune.",
+            stacklevel=3,
+        )
+    if untrained:
+        warnings.warn(
+            f"convert_norms: {len(untrained)} layers ({untrained[0]}, ...) have the statistics of a new BN, mean 0 and "
+            "variance 1: they were not trained, or are multiplied into the scale, as in Caffe2's weights. Fix: load "
+            "weights with BN's statistics first.",
             stacklevel=3,
         )
 

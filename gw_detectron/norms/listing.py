@@ -111,3 +111,8 @@ def evaluation_spec(spec: str) -> str:
         if not text.startswith(("momentum=", "sync="))
     ]
     return f"{name}:{','.join(kept)}"
+
+
+def can_start_from(spec: str, before: str) -> bool:
+    """Return whether a norm takes the weights of another one: MixGW and MixBN take BN's, with its statistics."""
+    return spec.startswith("Mix") and evaluation_spec(before) == "BN:"

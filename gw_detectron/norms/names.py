@@ -8,6 +8,9 @@
   batch whitening. ``BW:running=covariance`` is the papers' BW_Sigma. ``BW:solver=zca`` is DBN, whose released code has
   16 channels and eps 1e-3 by default. ``FrozenBW`` is batch whitening with fixed statistics.
 - ``BN:rotation=cayley`` is BN with a learnable rotation of every 64 channels (``channels=64``) before scale and shift.
+- ``MixGW`` is ``MixGW:alpha=0.5,mean=0.5,groups=64,iters=6,eps=1e-5``, for weights that were trained with BN: BN's
+  fixed statistics, mixed with each image's covariance and mean. ``MixBN:alpha=0.5,mean=0.5,eps=1e-5`` mixes variances
+  instead. ``mean`` is ``alpha`` where it is not given.
 - ``BRN`` is ``BRN:momentum=0.01,rmax=3,dmax=5,warmup=5000,rmax_at=40000,dmax_at=25000``, Batch Renormalization.
 
 ``solver`` is a name in :data:`gw_detectron.layers.SOLVERS`. ``corr=true`` standardizes, then decorrelates.
@@ -28,6 +31,8 @@ from ..layers import (
     BatchWhitening2d,
     FrozenBatchWhitening2d,
     GroupWhitening2d,
+    MixedBatchNorm2d,
+    MixedWhitening2d,
 )
 from ..ops.arguments import check_integer, check_number
 from ..ops.solvers import OPTION_SOLVER
@@ -118,8 +123,9 @@ _Options = dict[str, tuple[str, Callable[[str], Any]]]
 _GROUPS: _Options = {"groups": ("num_groups", int)}
 _CHANNELS: _Options = {"channels": ("channels_per_group", int)}
 _EPS: _Options = {"eps": ("eps", float)}
+_ITERS: _Options = {"iters": ("num_iters", int)}
 _SOLVER: _Options = {
-    "iters": ("num_iters", int),
+    **_ITERS,
     **_EPS,
     "solver": ("solver", str),
     "threshold": ("threshold", float),
@@ -130,6 +136,7 @@ _BATCH_OPTIONS: _Options = {
     "sync": ("sync", _boolean),
     "rotation": ("rotation", str),
 }
+_MIXTURE: _Options = {"alpha": ("alpha", float), "mean": ("mean", float)}
 _BW = _CHANNELS | _SOLVER | {"running": ("running", str)} | _BATCH_OPTIONS
 _BRN: _Options = {
     "momentum": ("momentum", float),
@@ -145,6 +152,8 @@ _NORMS: dict[str, tuple[Callable[..., nn.Module], _Options]] = {
     "FrozenBW": (FrozenBatchWhitening2d, _BW),
     "BW": (BatchWhitening2d, _BW),
     "BRN": (BatchRenorm2d, _BRN),
+    "MixGW": (MixedWhitening2d, _MIXTURE | _GROUPS | _ITERS | _EPS),
+    "MixBN": (MixedBatchNorm2d, _MIXTURE | _EPS),
     "GN": (_group_norm, _GROUPS | _EPS),
     "BN": (_rotated_batch_norm, _CHANNELS | _EPS | _BATCH_OPTIONS),
 }
@@ -292,7 +301,7 @@ def norm_spec(layer: nn.Module) -> str | None:
     shown = []
     for key, (argument, _) in options.items():
         value = values[argument]
-        is_read = OPTION_SOLVER.get(argument) in (None, values.get("solver"))
+        is_read = OPTION_SOLVER.get(argument) in (None, values.get("solver", "newton"))
         if is_read and value != _IMPLIED.get(key):
             shown.append(f"{key}={_text(value)}")
     return f"{name}:{','.join(shown)}"

@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ..errors import NormError
 from ..layers import BatchRenorm2d, BatchWhitening2d, GroupWhitening2d
+from ..layers.mixed_norms import MixedNorm, check_variance
 from .listing import channels_of
 from .names import Norm, build_norm, norm_spec
 
@@ -167,21 +168,32 @@ def _copy_settings(old: nn.Module, new: nn.Module, spec: Norm) -> None:
         return
     if not isinstance(spec, (str, type)):  # a function may state eps
         return
+    # eps of the mixed norms is BN's, also where their full name has it
+    stated = str(spec) if isinstance(new, MixedNorm) else describe(new)
     for setting in vars(old).keys() & vars(new).keys() & {"eps", "momentum"}:
-        if f"{setting}=" not in describe(new):
+        if f"{setting}=" not in stated:
             setattr(new, setting, getattr(old, setting))
 
 
 def _check_statistics(old: nn.Module, new: nn.Module, spec: Norm, where: str) -> None:
     """Refuse a norm with running statistics where the old layer lacks those that it should start from."""
-    if _tensor(new, "running_mean") is None or _tensor(old, "running_mean") is not None:
+    if _tensor(new, "running_mean") is None:
+        return
+    variance = _tensor(old, "running_var")
+    if isinstance(new, MixedNorm) and variance is not None:
+        try:
+            check_variance(variance, getattr(old, "eps", 0.0), where)
+        except ValueError as error:
+            raise NormError(f"{error} Fix: give other weights.") from None
+    if _tensor(old, "running_mean") is not None:
         return
 
     # BN with track_running_stats=False, and Detectron2's CycleBatchNormList
     had_statistics = isinstance(old, _BatchNorm) or any(
         map(channels_of, old.children())
     )
-    if had_statistics or describe(new).startswith("Frozen"):
+    is_fixed = isinstance(new, MixedNorm) or describe(new).startswith("Frozen")
+    if had_statistics or is_fixed:
         raise NormError(
             f"{where}: has no running statistics of its own, which {spec} needs. Fix: use GW or GN, or keep it by None "
             "in the plan."

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
-from ..norms import CONVS, norm_rows
+from ..norms import CONVS, can_start_from, norm_rows
 from .identifying import is_same_norm, norm_record
 from .opening import Checkpoint
 
@@ -29,7 +29,7 @@ def norm_differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
     differences = []
     for name, before in recorded_norms(checkpoint, model).items():
         here = used.get(name, "")
-        if before == here:
+        if before == here or can_start_from(here, before):
             continue
         if before in CONVS and here in CONVS:
             if not is_converted:  # the values of raw and standardized weights agree

@@ -13,6 +13,7 @@ from detectron2.utils.file_io import PathManager
 from torch import Tensor, nn
 
 from ..errors import ConfigError, WeightsError, WeightsFileError, summarize_names
+from ..layers.mixed_norms import MixedNorm
 from ..modeling import build_checked_model
 from ..modeling.build import NORM_KEYS
 from ..norms import conv_names, norm_rows
@@ -29,6 +30,8 @@ _TORCHVISION_NAME = re.compile(r"(module\.)?layer1\.0\.conv1\.weight")
 _COUNTER = ".num_batches_tracked"
 #: of a deformable convolution, which a classifier does not have; zero at first
 _OFFSETS = ".conv2_offset."
+_NO_STATISTICS = "MixGW and MixBN need BN's running statistics, which these weights have multiplied into the scale."
+_GIVE_STATISTICS = "give weights with statistics, such as detectron2://ImageNetPretrained/torchvision/R-50.pkl."
 
 
 class LoadReport:
@@ -69,6 +72,8 @@ class LoadReport:
         self._backbone = backbone
         self._others = others
 
+        mixed = any(isinstance(layer, MixedNorm) for layer in model.modules())
+        self._lacks_statistics = is_fused and mixed
         self._fused = _statistics_of_frozen_norms(model) if is_fused else set()
         self.missing = [
             name for name in backbone if name not in self._given | self._fused
@@ -110,7 +115,9 @@ class LoadReport:
         lines = [f"MODEL.WEIGHTS: does not fit the model: {self}"]
         if self.missing:
             lines.append(f"Missing: {summarize_names(self.missing)}.")
-        if any(map(_TORCHVISION_NAME.fullmatch, self._given)):
+        if self._lacks_statistics:
+            lines.append(f"{_NO_STATISTICS} Fix: {_GIVE_STATISTICS}")
+        elif any(map(_TORCHVISION_NAME.fullmatch, self._given)):
             lines.append(
                 "It has torchvision's names. Fix: gw-detectron weights convert."
             )
@@ -252,6 +259,7 @@ def load_checkpoint(
         incompatible = checkpointer._load_model(content)
         checkpointer._log_incompatible_keys(incompatible)
     _warn_of_unknown_norms(checkpoint, model, given)
+    _warn_of_missing_statistics(checkpoint, model)
     return LoadReport(model, given, is_fused=is_caffe2)
 
 
@@ -303,6 +311,24 @@ def _warn_of_unknown_norms(
             checkpoint.address,
             len(unclear),
             summarize_names(unclear),
+        )
+
+
+def _warn_of_missing_statistics(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Warn of mixed norms without BN's statistics, e.g. from detectors that were trained from Caffe2's weights."""
+    untrained = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, MixedNorm) and layer.is_untrained
+    ]
+    if untrained:
+        log.warning(
+            "MODEL.WEIGHTS ('%s'): mean 0 and variance 1 in %d layers (%s). %s Fix: %s",
+            checkpoint.address,
+            len(untrained),
+            summarize_names(untrained),
+            _NO_STATISTICS,
+            _GIVE_STATISTICS,
         )
 
 

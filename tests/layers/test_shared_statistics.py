@@ -5,7 +5,13 @@ import timm
 import torch
 from torch import nn
 
-from gw_detectron.layers import BatchRenorm2d, GroupWhitening2d, ImageStatistics
+from gw_detectron.layers import (
+    BatchRenorm2d,
+    GroupWhitening2d,
+    ImageStatistics,
+    MixedBatchNorm2d,
+    MixedWhitening2d,
+)
 
 from ..ops.cases import assert_close
 
@@ -23,6 +29,8 @@ LAYERS = {
     "GW": lambda: GroupWhitening2d(16, 8),
     "GW_zca": lambda: GroupWhitening2d(16, 4, solver="zca"),
     "GW_corr": lambda: GroupWhitening2d(16, 4, solver="zca", corr=True, affine=False),
+    "MixGW": lambda: MixedWhitening2d(16, 0.5, 0.8, num_groups=4),
+    "MixBN": lambda: MixedBatchNorm2d(16, 0.5, 0.8),
     "GN": lambda: nn.GroupNorm(4, 16),
     "IN": lambda: nn.InstanceNorm2d(16, affine=True),
 }

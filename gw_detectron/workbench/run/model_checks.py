@@ -12,6 +12,7 @@ from torch import nn
 from ...config import get_value
 from ...errors import ConfigError, summarize_names
 from ...layers import FrozenBatchWhitening2d
+from ...layers.mixed_norms import MixedNorm
 from ...modeling.build import NORM_KEYS, build_checked_model, unread_keys
 from ...norms import is_synchronized, norm_spec
 from ...weights import Checkpoint, LazyCheckpoint, norm_differences, norm_mismatch
@@ -19,7 +20,7 @@ from ...weights.identifying import PREPROCESSING, Preprocessing
 from ...weights.recording import PREPROCESSING_DIFFERS, check_against_record
 from ..dataset.dataset_checks import CheckReport
 
-_FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
+_FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d, MixedNorm)
 _ZOO = (
     r"(^detectron2:/|/detectron2)/(COCO|LVIS|Cityscapes|PascalVOC)[^/]*/"  # detectors
 )
@@ -70,7 +71,7 @@ def _check_frozen_norms(
     # with FREEZE_AT it is reported already
     if from_scratch and frozen and cfg.MODEL.BACKBONE.FREEZE_AT == 0:
         report.errors.append(
-            f"{_norm_keys(cfg, model, frozen)}: {len(frozen)} layers are FrozenBN or FrozenBW (first: {frozen[0]}). "
+            f"{_norm_keys(cfg, model, frozen)}: {len(frozen)} layers have fixed statistics (first: {frozen[0]}). "
             "Without MODEL.WEIGHTS they have no statistics and normalize nothing. Fix: set it to GN or GW, or give "
             "MODEL.WEIGHTS."
         )
@@ -79,7 +80,7 @@ def _check_frozen_norms(
     new = [name for name in frozen if not name.startswith(bottom_up)]
     if new:
         report.warnings.append(
-            f"{_norm_keys(cfg, model, new)}: {len(new)} layers are FrozenBN or FrozenBW (first: {new[0]}). ImageNet "
+            f"{_norm_keys(cfg, model, new)}: {len(new)} layers have fixed statistics (first: {new[0]}). ImageNet "
             "weights have no statistics for them. Fix: set it to GN or GW, unless MODEL.WEIGHTS is a whole detector."
         )
 
