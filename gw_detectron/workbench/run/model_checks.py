@@ -59,6 +59,7 @@ def check_model(
     if not eval_only:
         _check_frozen_norms(cfg, model, report, from_scratch)
         _check_batch_norms(cfg, model, report)
+        _check_mixtures(cfg, model, report)
     return model
 
 
@@ -120,6 +121,23 @@ def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: CheckReport) -> N
             f"SOLVER.ACCUMULATE ({batches}): {len(images)} layers normalize each batch by itself (first: {name}, over "
             f"{count} images), not over the {batches} batches of an iteration. Fix: use GW, GN or FrozenBN, or raise "
             "SOLVER.IMS_PER_BATCH instead."
+        )
+
+
+def _check_mixtures(cfg: CfgNode, model: nn.Module, report: CheckReport) -> None:
+    """Warn of mixed norms in frozen stages, whose next convolution cannot adapt to another input."""
+    frozen = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, MixedNorm)
+        and any(layer.mixture)
+        and not layer.weight.requires_grad
+    ]
+    if frozen:
+        report.warnings.append(
+            f"MODEL.BACKBONE.FREEZE_AT ({cfg.MODEL.BACKBONE.FREEZE_AT}): {len(frozen)} layers mix in the image's "
+            f"statistics (first: {frozen[0]}), but the convolutions after them are frozen and cannot adapt. Fix: set "
+            "MODEL.BACKBONE.FREEZE_AT 0."
         )
 
 

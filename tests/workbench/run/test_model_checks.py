@@ -4,11 +4,13 @@ import pytest
 import torch
 from detectron2.utils import comm
 
+from gw_detectron.config import read_config
 from gw_detectron.errors import PreflightError
 from gw_detectron.modeling.build import unread_keys
 from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.workbench.dataset import CheckReport
 from gw_detectron.workbench.run.checks import check_run
+from gw_detectron.workbench.run.model_checks import check_model
 
 from ...architectures import small_arguments
 from ...tiny_run import config_of
@@ -271,3 +273,18 @@ def test_the_advice_is_followed_and_the_run_starts(check, mistake, advised):
         assert key.replace("__", ".") in error
         assert str(value) in fix
     assert not check(**mistake | advised).errors
+
+
+def test_mixed_statistics_before_frozen_convolutions_are_a_warning():
+    cfg = read_config("COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml")
+    cfg.MODEL.RESNETS.WHITEN_NORM = "MixGW"
+    start = LazyCheckpoint("weights.pth")
+    for freeze_at, layers in ((0, 0), (2, 4)):  # the stem and the three blocks of res2
+        cfg.MODEL.BACKBONE.FREEZE_AT = freeze_at
+        report = CheckReport()
+
+        check_model(cfg, start, report, eval_only=False)
+
+        warnings = [text for text in report.warnings if "FREEZE_AT" in text]
+        assert len(warnings) == bool(layers)
+        assert all(f"{layers} layers mix" in text for text in warnings)
