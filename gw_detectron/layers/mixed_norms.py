@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ..ops.arguments import check_integer, check_number, check_tensors
 from ..ops.group_whitening.reference import effective_groups
-from ..ops.mixed_statistics import FixedNorm, Mixture, mix_standardize, mix_whiten
+from ..ops.mixed_matmul import mix_whiten
+from ..ops.mixed_statistics import FixedNorm, Mixture, mix_standardize
 
 
 class MixedNorm(nn.Module):

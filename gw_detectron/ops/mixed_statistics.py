@@ -68,16 +68,20 @@ class FixedNorm(NamedTuple):
             eps=self.eps,
         )
 
+    def scale(self, like: Tensor) -> Tensor:
+        """Return 1 / sqrt(v + eps) of each channel, to multiply a tensor with."""
+        scale = (self.running_var.to(like.dtype) + self.eps).rsqrt()
+        return scale.reshape([1, -1] + [1] * (like.dim() - 2))
+
     def normalize(self, x: Tensor) -> Tensor:
         """Return U of (N, C, *spatial), without scale and shift, in the compute dtype."""
-        dtype = compute_dtype(x)
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        scale = (self.running_var.to(dtype) + self.eps).rsqrt()
-        shift = -self.running_mean.to(dtype) * scale
-        return torch.addcmul(shift.reshape(shape), x.to(dtype), scale.reshape(shape))
+        x = x.to(compute_dtype(x))
+        scale = self.scale(x)
+        shift = -self.running_mean.to(x.dtype).reshape(scale.shape) * scale
+        return torch.addcmul(shift, x, scale)
 
 
-def mix_whiten(
+def mix_whiten_reference(
     x: Tensor, norm: FixedNorm, mixture: Mixture, groups: int, num_iters: int
 ) -> Tensor:
     """Whiten (N, C, *spatial) by BN's statistics mixed with each sample's covariance.
@@ -109,15 +113,20 @@ def mix_standardize(x: Tensor, norm: FixedNorm, mixture: Mixture) -> Tensor:
     if mixture == (0, 0) or x.numel() == 0:
         return norm(x)
 
+    shape = [*x.shape[:2]] + [1] * (x.dim() - 2)
     with autocast_off(x.device.type):
-        u = norm.normalize(x)
-        rows = u.flatten(2) if x.dim() > 2 else u[..., None]
+        x_wide = x.to(compute_dtype(x))
+        scale = norm.scale(x_wide).flatten()
+        rows = x_wide.reshape(*x.shape[:2], -1)
         variance, mean = torch.var_mean(rows, -1, correction=0)
-        scale = mixed_inverse_std(mean, variance, mixture)
-        shift = -mixture.b * mean * scale
+        mean = (mean - norm.running_mean) * scale
+        inverse_std = mixed_inverse_std(mean, variance * scale.square(), mixture)
 
-        u_hat = torch.addcmul(shift[..., None], rows, scale[..., None])
-        y = apply_affine(u_hat.reshape(x.shape), norm.weight, norm.bias, relu=False)
+        # one scale and shift for each channel of each sample
+        slope = norm.weight * inverse_std
+        shift = norm.bias - slope * (norm.running_mean * scale + mixture.b * mean)
+        slope = slope * scale
+        y = torch.addcmul(shift.reshape(shape), x_wide, slope.reshape(shape))
     return y.to(dtype=x.dtype, memory_format=memory_format_of(x))
 
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from gw_detectron.layers import MixedBatchNorm2d, MixedWhitening2d
+from gw_detectron.layers import MixedBatchNorm2d, MixedWhitening2d, use_backend
+from gw_detectron.ops.mixed_matmul import mix_whiten
 from gw_detectron.ops.mixed_statistics import (
     Mixture,
     bounded_inverse_sqrt,
+    mix_standardize,
     mixed_inverse_sqrt,
 )
 
@@ -160,12 +162,37 @@ def test_gradients(make, share):
     x = images(2, 8, 3, 4).requires_grad_()
 
     def call(x, weight, bias):
-        tensors = {"weight": weight, "bias": bias}
-        return torch.func.functional_call(layer, tensors, (x,))
+        norm = layer.fixed_norm._replace(weight=weight, bias=bias)
+        if isinstance(layer, MixedBatchNorm2d):
+            return mix_standardize(x, norm, layer.mixture)
+        return mix_whiten(x, norm, layer.mixture, layer.num_groups, layer.num_iters)
 
     inputs = (x, layer.weight, layer.bias)
-    assert torch.autograd.gradcheck(call, inputs)
-    assert torch.autograd.gradgradcheck(call, inputs)
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    "alpha, mean", [(0.3, 0.3), (0.7, 0.1), (1.0, 1.0), (0.5, 0.0)]
+)
+@pytest.mark.parametrize(
+    "offset", [0, 1e3]
+)  # the second has its means subtracted first
+@pytest.mark.parametrize("shape", [(3, 8, 5, 7), (1, 8, 40), (9, 8, 2, 2)])
+def test_closed_forms_equal_the_reference(alpha, mean, offset, shape):
+    layer = trained(LAYERS["MixGW"], alpha, mean)
+    x = images(*shape) + offset
+    factors = torch.randn(shape, dtype=x.dtype)
+    results = []
+    for backend in ("matmul", "reference"):
+        inputs = x.clone().requires_grad_()
+        with use_backend(backend):
+            y = layer(inputs)
+            parameters = (inputs, layer.weight, layer.bias)
+            gradients = torch.autograd.grad((y * factors).sum(), parameters)
+        results.append((y.detach(), *gradients))
+
+    torch.testing.assert_close(*results, rtol=1e-8, atol=1e-8)
 
 
 def test_gradient_equals_that_of_the_exact_matrix():

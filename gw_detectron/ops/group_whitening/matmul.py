@@ -67,7 +67,7 @@ def forward(
     """
     with autocast_off(x.device.type):
         memory_format = memory_format_of(x)
-        x = _prepare(x)
+        x = prepare(x)
         y = torch.empty_like(x)
 
         saved = []
@@ -77,12 +77,12 @@ def forward(
 
             large = large_means(mean, variances)
             if large is not None:
-                x_part = _subtract(x_part, large)
+                x_part = subtract(x_part, large)
                 mean, sigma = statistics(x_part, groups)
                 diagonal(sigma).add_(eps)
 
             whitening = newton_inverse_sqrt(sigma, num_iters)
-            _apply(x_part, mean, whitening, weight, bias, relu, out=y_part)
+            apply_whitening(x_part, mean, whitening, weight, bias, relu, out=y_part)
 
             if large is not None:
                 mean = large + mean
@@ -109,10 +109,10 @@ def backward(
     """
     with autocast_off(x.device.type):
         memory_format = memory_format_of(x)
-        x = _prepare(x)
-        dy = _prepare(dy)
+        x = prepare(x)
+        dy = prepare(dy)
         if y is not None:
-            y = _prepare(y)
+            y = prepare(y)
         dx = torch.empty_like(x)
 
         groups = mean.shape[1]
@@ -144,10 +144,10 @@ def _backward_of_pass(
     columns = x.numel() // mean.numel()
     large = large_means(mean, diagonal(sigma))
     if large is not None:
-        x = _subtract(x, large)
+        x = subtract(x, large)
         mean = mean - large
 
-    products, sums = _grad_products(x, mean, dy, groups, y, out=dx)
+    products, sums = grad_products(x, mean, dy, groups, y, out=dx)
     if y is not None:
         dy = dx  # masked by the ReLU
     dbias = sums.sum(1)
@@ -155,8 +155,8 @@ def _backward_of_pass(
     if weight is None:
         grad_whitening = products.sum(0)
     else:
-        scale = _per_channel(weight, mean).mT[:, None]
-        grad_whitening = _scaled_sum(products, scale[..., None])
+        scale = per_channel(weight, mean).mT[:, None]
+        grad_whitening = scaled_sum(products, scale[..., None])
         sums = sums * scale
 
     whitening, grad_sigma = newton_backward(sigma, grad_whitening, num_iters)
@@ -165,7 +165,7 @@ def _backward_of_pass(
     grad_mean = sums.sum(0) / columns
     shift = whitening @ grad_mean[..., None]
     slope = grad_sigma.mul_(2 / columns)
-    _apply_backward(x, mean, dy, weight, whitening, slope, shift, out=dx)
+    apply_backward(x, mean, dy, weight, whitening, slope, shift, out=dx)
     return dweight, dbias
 
 
@@ -183,14 +183,14 @@ def _passes(
     return zip(*parts, strict=False)
 
 
-def _subtract(x: Tensor, mean: Tensor) -> Tensor:
+def subtract(x: Tensor, mean: Tensor) -> Tensor:
     n, groups = mean.shape
     grouped = x.reshape(n, groups, -1)
     centered = grouped - mean[:, :, None]
     return centered.view_as(x)
 
 
-def _scaled_sum(matrices: Tensor, scale: Tensor) -> Tensor:
+def scaled_sum(matrices: Tensor, scale: Tensor) -> Tensor:
     if len(matrices) > 1 and matrices[0].numel() < _LARGE_SUM:
         return (matrices * scale).sum(0)
 
@@ -200,7 +200,7 @@ def _scaled_sum(matrices: Tensor, scale: Tensor) -> Tensor:
     return total
 
 
-def _prepare(x: Tensor) -> Tensor:
+def prepare(x: Tensor) -> Tensor:
     """Return ``x`` in the contiguous memory format."""
     _keep_freed_memory()
     x = x.contiguous()
@@ -241,7 +241,7 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x.view(n, groups, channels // groups, -1)
 
 
-def _per_channel(parameter: Tensor, mean: Tensor) -> Tensor:
+def per_channel(parameter: Tensor, mean: Tensor) -> Tensor:
     """Return (C,) as (g, C / g), in the compute dtype."""
     groups = mean.shape[1]
     return parameter.view(groups, -1).to(mean.dtype)
@@ -318,7 +318,7 @@ def large_means(mean: Tensor, variances: Tensor) -> Tensor | None:
     return mean.masked_fill(slack[:, None] >= 0, 0)
 
 
-def _apply(
+def apply_whitening(
     x: Tensor,
     mean: Tensor,
     whitening: Tensor,
@@ -330,7 +330,7 @@ def _apply(
     """Write y = weight * (W X) + (bias - weight * W mean) to ``out``, then ReLU if ``relu``."""
     groups = mean.shape[1]
     y = _grouped(out, groups)
-    scale = None if weight is None else _per_channel(weight, mean)
+    scale = None if weight is None else per_channel(weight, mean)
     if scale is not None and y.shape[2] == 1:
         # a channel per group: the scale is that of a row
         whitening = whitening * scale
@@ -339,7 +339,7 @@ def _apply(
     shift = torch.bmm(whitening, mean[..., None])
     if scale is not None:
         shift = shift * scale
-    shift = -shift if bias is None else _per_channel(bias, mean) - shift
+    shift = -shift if bias is None else per_channel(bias, mean) - shift
 
     parts = _parts(whitening, _columns(x, groups), y, shift[..., None])
     for matrix, columns, y_part, shift_part in parts:
@@ -351,7 +351,7 @@ def _apply(
             y_part.relu_()
 
 
-def _grad_products(
+def grad_products(
     x: Tensor, mean: Tensor, dy: Tensor, groups: int, y: Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Multiply gradient and input: G_j = dY_j X_j^T - (sums of dY_j) mean^T.
@@ -386,7 +386,7 @@ def _grad_products(
     return torch.stack(products, along), sums
 
 
-def _apply_backward(
+def apply_backward(
     x: Tensor,
     mean: Tensor,
     dy: Tensor,
@@ -402,7 +402,7 @@ def _apply_backward(
     """
     groups = mean.shape[1]
     dx = _grouped(out, groups)
-    scale = None if weight is None else _per_channel(weight, mean)
+    scale = None if weight is None else per_channel(weight, mean)
     if scale is not None and dx.shape[2] == 1:
         # a channel per group: the scale is that of a column
         whitening = whitening * scale.mT

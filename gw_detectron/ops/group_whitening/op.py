@@ -139,8 +139,8 @@ def whiten(
     return GroupWhiten.apply(*arguments)[0]
 
 
-def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> str:
-    """Return the backend for an input: ``"triton"``, ``"matmul"`` or ``"reference"``."""
+def forced_backend() -> str:
+    """Return the backend that :func:`use_backend` or the environment forces, or ""."""
     forced = _forced.backend or os.environ.get(ENVIRONMENT_SWITCH, "")
     if forced and forced not in FORCEABLE:
         source = "use_backend" if _forced.backend else ENVIRONMENT_SWITCH
@@ -148,7 +148,12 @@ def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> s
             f"{source} ({forced!r}): cannot be forced. "
             f"Fix: leave it out, or use {list(FORCEABLE)}."
         )
+    return forced
 
+
+def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> str:
+    """Return the backend for an input: ``"triton"``, ``"matmul"`` or ``"reference"``."""
+    forced = forced_backend()
     if forced == "reference" or needs_plain_operations():
         return "reference"
     if solver.name != "newton" or solver.corr:
