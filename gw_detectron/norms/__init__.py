@@ -1,6 +1,12 @@
 """Norms by name, for any model: parse, print, list, convert. Needs only torch."""
 
-from .conversion import CONVS, conv_names, convert_convs, convert_norms
+from .conversion import (
+    CONVS,
+    conv_names,
+    convert_convs,
+    convert_norms,
+    mix_statistics,
+)
 from .listing import (
     can_start_from,
     evaluation_spec,
@@ -31,6 +37,7 @@ __all__ = [
     "convert_norms",
     "evaluation_spec",
     "is_synchronized",
+    "mix_statistics",
     "norm_options",
     "norm_rows",
     "norm_spec",

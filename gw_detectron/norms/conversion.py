@@ -1,5 +1,6 @@
 """Replace the norm layers of a built model, and standardize its convolutions, in place."""
 
+import contextlib
 import fnmatch
 import re
 import warnings
@@ -11,7 +12,7 @@ from torch import nn
 from ..errors import ConfigError, NormError
 from ..layers import GroupWhitening2d, WeightStandardized, standardize_weights
 from ..layers.mixed_norms import MixedNorm
-from .listing import channels_of
+from .listing import channels_of, evaluation_spec, norm_rows, norm_summary
 from .names import Norm
 from .positions import POSITIONS, norms_at
 from .replacement import describe, has_channels_last, loses_statistics, replacement
@@ -280,3 +281,37 @@ def conv_names(model: nn.Module) -> dict[str, str]:
         name for name, module in modules if isinstance(module, WeightStandardized)
     ]
     return dict.fromkeys(standardized, "WS")
+
+
+def mix_statistics(model: nn.Module, mixture: float | str, *, where: str) -> int:
+    """Mix the image's statistics into the BN and FrozenBN layers of a trained model, in place.
+
+    Args:
+        model: a network whose BN layers normalize images.
+        mixture: a norm name, MixGW or MixBN with options, or a number: the share of the image's mean alone.
+        where: the place that an error message names.
+
+    Returns:
+        The number of layers.
+
+    Raises:
+        NormError: another norm name, or no BN layer.
+    """
+    spec = str(mixture)
+    with contextlib.suppress(ValueError):
+        spec = f"MixGW:alpha=0,mean={float(spec):g}"
+    label = f"{where} ({mixture!r})"
+    if not spec.startswith("Mix"):
+        raise NormError(
+            f"{label}: neither a number nor MixGW or MixBN. Fix: give e.g. 0.3."
+        )
+
+    names = [
+        row.layer for row in norm_rows(model) if evaluation_spec(row.spec) == "BN:"
+    ]
+    if not names:
+        raise NormError(
+            f"{label}: the backbone has no BN layers ({norm_summary(model)}), whose statistics could be mixed."
+        )
+    convert_norms(model, dict.fromkeys(names, spec))
+    return len(names)

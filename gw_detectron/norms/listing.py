@@ -103,7 +103,7 @@ def evaluation_spec(spec: str) -> str:
     name, _, options = spec.removeprefix("Frozen").partition(":")
     if name == "BRN":  # BN in evaluation; its options belong to training
         return "BN:"
-    if "BN" in name:
+    if "BN" in name and name != "MixBN":
         name = "BN"
     kept = [
         text

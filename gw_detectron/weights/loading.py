@@ -16,7 +16,7 @@ from ..errors import ConfigError, WeightsError, WeightsFileError, summarize_name
 from ..layers.mixed_norms import MixedNorm
 from ..modeling import build_checked_model
 from ..modeling.build import NORM_KEYS
-from ..norms import conv_names, norm_rows
+from ..norms import conv_names, mix_statistics, norm_rows
 from .comparing import norm_differences, recorded_norms
 from .identifying import NORMS_KEY
 from .opening import Checkpoint, open_checkpoint, open_start_weights
@@ -158,6 +158,7 @@ def load_model(
     checkpoint: Checkpoint | None = None,
     device: str = "cpu",
     allow_partial: bool = False,
+    mix: str = "",
 ) -> nn.Module:
     """Build the detector of a config in evaluation mode and load its weights.
 
@@ -168,8 +169,10 @@ def load_model(
         checkpoint: the weights; None opens ``MODEL.WEIGHTS``.
         device: replaces ``MODEL.DEVICE``.
         allow_partial: accept missing tensors, and norms that differ from the checkpoint's.
+        mix: mixture of :func:`gw_detectron.norms.mix_statistics` for the backbone; "" for none.
 
     Raises:
+        NormError: the backbone has no BN layers to mix statistics in.
         ConfigError: no weights are given, or Detectron2 cannot build the detector.
         WeightsError: the weights lack a needed tensor, or have it with another shape.
         UserError: the file cannot be read, see :func:`open_checkpoint`.
@@ -194,7 +197,17 @@ def load_model(
             "a trained detector, with NUM_CLASSES and the keys of the heads as in its run"
             f"{alone}."
         )
+    if mix:
+        mix_in_backbone(model, mix)
     return model
+
+
+def mix_in_backbone(model: nn.Module, mix: str) -> None:
+    """Mix the image's statistics into the BN layers of a detector's ResNet."""
+    names = [prefix.removesuffix(".") for prefix in _resnet_prefixes(model)]
+    resnet = model.get_submodule(names[0])  # res5 in a C4 detector's head sees regions
+    count = mix_statistics(resnet, mix, where="--mix")
+    log.info("--mix (%s): %d layers of BN take statistics of each image", mix, count)
 
 
 def load_checkpoint(

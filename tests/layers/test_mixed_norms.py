@@ -9,6 +9,7 @@ from torch import nn
 from gw_detectron import convert_norms, norm_spec, resolve_norm
 from gw_detectron.errors import NormError
 from gw_detectron.layers import MixedBatchNorm2d, MixedWhitening2d
+from gw_detectron.norms import mix_statistics
 
 NAMES = ["MixGW", "MixBN"]
 NETWORKS = {
@@ -172,3 +173,23 @@ def test_export_needs_no_package(name):
 
     assert "gw_detectron" not in str(program.graph)
     torch.testing.assert_close(program.module()(x), layer(x))
+
+
+def test_a_number_mixes_the_mean_into_every_bn_layer():
+    model = trained(torchvision.models.resnet18())
+    bn = sum(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
+
+    assert mix_statistics(model, "0.3", where="--mix") == bn
+
+    assert norm_spec(model.bn1) == "MixGW:alpha=0,mean=0.3,groups=64,iters=6,eps=1e-05"
+
+
+@pytest.mark.parametrize("mixture", ["GW", "1.5", "", "nan", "MixGW:alpha=2", "MixXY"])
+def test_mixtures_that_are_none_are_refused(mixture):
+    with pytest.raises(NormError):
+        mix_statistics(trained(torchvision.models.resnet18()), mixture, where="--mix")
+
+
+def test_a_network_without_bn_has_nothing_to_mix():
+    with pytest.raises(NormError, match="no BN layers"):
+        mix_statistics(nn.Sequential(nn.GroupNorm(4, 8)), 0.3, where="--mix")
