@@ -1,0 +1,94 @@
+"""Measure the statistics of BN layers, of weights that have lost them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def measure_statistics(model: nn.Module) -> Iterator[None]:
+    r"""Set mean and variance of BN layers to those of their input in this context.
+
+    Scale and shift change with them, so that the network computes the same function:
+
+    .. math::
+        \gamma' = \gamma \sqrt{\frac{v' + \epsilon}{v + \epsilon}}, \quad
+        \beta' = \beta + \gamma \frac{m' - m}{\sqrt{v + \epsilon}}
+
+    For weights whose statistics were multiplied into the scale, such as Caffe2's and the detectors that were
+    trained from them. Then MixGW can mix:
+
+    .. code-block:: python
+
+        with torch.no_grad(), measure_statistics(model.backbone):
+            for batch in batches:  # some dozens of the training images
+                model(batch)
+        convert_norms(model.backbone, {"*.conv2.norm": "MixGW"})
+
+    Args:
+        model: a network in evaluation mode. Layers with a running mean and variance are measured, if they
+            are called: BN, FrozenBN, MixGW and MixBN.
+
+    A layer that trains by the statistics of its batch is a ValueError.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if _is_bn(layer)}
+    for name, layer in layers.items():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+            raise ValueError(f"{name}: in training mode. Fix: call model.eval() first.")
+
+    sums: dict[nn.Module, _Sums] = {}
+    hooks = [
+        layer.register_forward_pre_hook(_adding_to(sums)) for layer in layers.values()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer, measured in sums.items():
+        _set_statistics(layer, measured)
+
+
+def _is_bn(layer: nn.Module) -> bool:
+    names = ("weight", "bias", "running_mean", "running_var")
+    return all(getattr(layer, name, None) is not None for name in names)
+
+
+class _Sums:
+    """Sums over the positions of images: their number, x and x^2 of each channel."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: Any = 0.0
+        self.second: Any = 0.0
+
+    def add(self, x: Tensor) -> None:
+        columns = x.detach().double().movedim(1, 0).flatten(1)
+        self.count += columns.shape[1]
+        self.first = self.first + columns.sum(1)
+        self.second = self.second + columns.square().sum(1)
+
+
+def _adding_to(sums: dict[nn.Module, _Sums]) -> Callable[..., None]:
+    def add(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        sums.setdefault(layer, _Sums()).add(inputs[0])
+
+    return add
+
+
+@torch.no_grad()
+def _set_statistics(layer: Any, measured: _Sums) -> None:
+    if not measured.count:
+        return
+    mean = measured.first / measured.count
+    variance = (measured.second / measured.count - mean**2).clamp_min(0)
+
+    before = (layer.running_var.double() + layer.eps).sqrt()
+    slope = layer.weight.double() / before
+    layer.bias.copy_(layer.bias + slope * (mean - layer.running_mean))
+    layer.weight.copy_(slope * (variance + layer.eps).sqrt())
+    layer.running_mean.copy_(mean)
+    layer.running_var.copy_(variance)

@@ -1,0 +1,84 @@
+"""Statistics of BN are measured again without a change of the network's function."""
+
+import pytest
+import torch
+from torch import nn
+from torchvision.ops import FrozenBatchNorm2d
+
+from gw_detectron import convert_norms
+from gw_detectron.layers import measure_statistics
+
+
+def network(norm=nn.BatchNorm2d):
+    generator = torch.Generator().manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Conv2d(8, 8, 3), norm(8)]
+    model = nn.Sequential(*layers).double().eval()
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.2)
+    return model
+
+
+def images(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 3, 12, 12, generator=generator).double() * 3 + 1
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, FrozenBatchNorm2d])
+def test_outputs_stay_and_normalized_inputs_have_unit_variance(norm):
+    model = network(norm)
+    batches = [images(1), images(2)]
+    before = model(images(3))
+    inputs = torch.cat([model[:4](batch) for batch in batches])
+
+    with torch.no_grad(), measure_statistics(model):
+        for batch in batches:
+            model(batch)
+
+    torch.testing.assert_close(model(images(3)), before)
+    variance, mean = torch.var_mean(inputs, (0, 2, 3), correction=0)
+    torch.testing.assert_close(model[4].running_mean, mean.detach())
+    torch.testing.assert_close(model[4].running_var, variance.detach())
+
+
+def test_statistics_in_the_scale_come_back_for_mixing():
+    """Multiplied into the scale and measured on the same images, a BN network mixes as it would have."""
+    model = network()
+    with torch.no_grad(), measure_statistics(model):
+        model(images(1))
+    folded = network()
+    for layer, source in zip(folded, model, strict=True):
+        if isinstance(layer, nn.BatchNorm2d):
+            std = (source.running_var + source.eps).sqrt()
+            layer.weight.data = source.weight.data / std
+            layer.bias.data = source.bias - layer.weight.data * source.running_mean
+            layer.running_mean.zero_()
+            layer.running_var.fill_(1 - layer.eps)
+
+    with torch.no_grad(), measure_statistics(folded):
+        folded(images(1))
+
+    for network_ in (model, folded):
+        convert_norms(network_, {"*": "MixGW:alpha=0.5,groups=4"})
+    torch.testing.assert_close(folded(images(2)), model(images(2)))
+
+
+def test_training_mode_is_refused():
+    with (
+        pytest.raises(ValueError, match="training mode"),
+        measure_statistics(network().train()),
+    ):
+        pass
+
+
+def test_an_error_of_the_network_changes_nothing():
+    model = network()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    with pytest.raises(RuntimeError), measure_statistics(model):
+        model(images(1))
+        model(torch.zeros(1, 5, 8, 8).double())
+
+    assert not model[1]._forward_pre_hooks
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
