@@ -41,7 +41,6 @@ class RunStart:
         contextlib.ExitStack
     )  # of the folder; closing it lets another training start there
     stale: list[Path]  # files of an earlier run or evaluation
-    overwrites: bool  # the earlier run goes
 
     def begin(self) -> None:
         """Remove stale files, then write ``config.yaml``, ``datasets.yaml`` and derived datasets."""
@@ -124,7 +123,7 @@ def start_run(
                 _begin_evaluation(cfg, weights, stale)
         for warning in report.errors + report.warnings:
             log.warning(warning)
-        return RunStart(cfg, weights, lock.pop_all(), stale, overwrite)
+        return RunStart(cfg, weights, lock.pop_all(), stale)
 
 
 def _sources(cfg: CfgNode) -> list[CocoSource]:

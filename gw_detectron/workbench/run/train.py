@@ -78,8 +78,6 @@ def prepare(request: RunRequest) -> PreparedRun:
     cfg = read_config(request.config_file, request.opts)
     if request.changes("SOLVER.MAX_ITER") and not request.changes("SOLVER.STEPS"):
         _scale_steps(cfg, read_config(request.config_file).SOLVER.MAX_ITER)
-    if request.track:
-        cfg.TRACKER = request.track
     if request.num_gpus == 0 and not request.changes("MODEL.DEVICE"):
         cfg.MODEL.DEVICE = "cpu"
     elif request.num_gpus and cfg.MODEL.DEVICE == "cpu" and torch.cuda.is_available():

@@ -57,7 +57,7 @@ from ..images.augmentations import training_mapper
 from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
 from .folder import METRICS, earlier_run, remove_files, stale_output
 from .hooks import BestWeights, LossGuard, SignalHook, TrainingEnded, WeightAverage
-from .logs import TrackerWriter, end_last_line
+from .logs import end_last_line
 from .optimizer import accumulated_step, set_norm_decay
 from .randomness import INITIAL_WEIGHTS, STEP, seed_generators
 from .start import check_same_start, start_run
@@ -298,10 +298,7 @@ class Trainer(DefaultTrainer):
 
     def build_writers(self) -> list[EventWriter]:
         end_last_line(Path(self.cfg.OUTPUT_DIR, METRICS))
-        writers = super().build_writers()
-        if self.cfg.TRACKER:
-            writers.append(TrackerWriter(self.cfg, new=self._start.overwrites))
-        return writers
+        return super().build_writers()
 
     def state_dict(self) -> dict[str, Any]:
         state = TrainerBase.state_dict(self)

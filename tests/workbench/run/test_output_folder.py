@@ -260,7 +260,6 @@ def test_a_run_that_crashed_before_its_first_checkpoint_is_not_mixed_with_anothe
     "late",
     [
         {"SOLVER__LR_SCHEDULER_NAME": "Other"},
-        {"TRACKER": "other"},
         {"MODEL__WEIGHTS": "w.pth"},
     ],
 )
