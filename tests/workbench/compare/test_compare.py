@@ -97,7 +97,7 @@ def test_refused_flags_write_nothing(data, tmp_path, flags, error, named):
         ("--norms GN BN", {"SOLVER__IMS_PER_BATCH": 1}, "BN: SOLVER.IMS_PER_BATCH"),
         ("", {"DATASETS__TEST": "()"}, "DATASETS.TEST"),
         ("", {"DATASETS__TEST": "('custom_val', 'custom_train')"}, "DATASETS.TEST"),
-        ("", {"SOLVER__EMA": 0}, "SOLVER.EMA"),
+        ("", {"SOLVER__EMA": 1}, "SOLVER.EMA"),
     ],
 )
 def test_refused_keys_write_nothing(data, tmp_path, flags, keys, named):
