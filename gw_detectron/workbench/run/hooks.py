@@ -297,5 +297,11 @@ def _digest(dataset: str) -> str:
 
 
 class _BestCheckpointer(GWDetectionCheckpointer):
+    def save(self, name: str, **kwargs: Any) -> None:
+        """Save the best weights; a kill must not leave the predictions of earlier ones beside them."""
+        predictions = Path(self.save_dir, "inference", BEST_PREDICTIONS)
+        predictions.unlink(missing_ok=True)
+        super().save(name, **kwargs)
+
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         """Leave the tag: a run is resumed from its last checkpoint with the training state."""

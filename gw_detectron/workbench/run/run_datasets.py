@@ -90,26 +90,30 @@ def use_recorded_datasets(
         and record.is_file()
     ):
         register_datasets(read_datasets(str(record)), folder)
-        _warn_of_changed_labels(record.with_name(_SOURCES))
+        _note_changed_labels(record.with_name(_SOURCES))
 
 
 def record_sources(cfg: CfgNode, folder: str) -> None:
     """Write the files that the user named for the datasets, with their SHA-256."""
+    known = _read_sources(Path(cfg.OUTPUT_DIR, _SOURCES))
+    output = os.path.abspath(cfg.OUTPUT_DIR)
     sources = {}
     for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
         source = opened(name)
-        if source is not None and os.path.isfile(source.origin):
+        if source is None or not os.path.isfile(source.origin):
+            continue
+        is_derived = Path(source.origin).is_relative_to(output)
+        if is_derived and name in known:  # a resumed or evaluated run
+            sources[name] = known[name]
+        else:
             sources[name] = [source.origin, sha256_of(source.origin)]
     with atomic_write(Path(folder, _SOURCES)) as temporary:
         temporary.write_text(json.dumps(sources, indent=2))
 
 
-def _warn_of_changed_labels(record: Path) -> None:
-    """Tell which labels are scored, if the user's files have changed since the run."""
-    sources: dict[str, list[str]] = {}
-    with contextlib.suppress(OSError, ValueError):
-        sources = json.loads(record.read_text())
-    for name, (file, digest) in sources.items():
+def _note_changed_labels(record: Path) -> None:
+    """Let the checks tell which labels are scored, if the user's files have changed since the run."""
+    for name, (file, digest) in _read_sources(record).items():
         source = opened(name)
         if source is None or not os.path.isfile(file) or sha256_of(file) == digest:
             continue
@@ -117,10 +121,16 @@ def _warn_of_changed_labels(record: Path) -> None:
             labels = "and the scores of the training are by the earlier labels"
         else:
             labels = (
-                f"but '{name}' keeps the labels of then ('{source.dataset.json}'). Fix: for the "
-                "new ones, give the flags of the data again"
+                f"but its labels of then ('{source.dataset.json}') are used. Fix: for the new ones, "
+                "give the flags of the data again"
             )
-        log.warning("'%s': has changed since the run, %s.", file, labels)
+        source.notes.append(f"'{file}' has changed since the run, {labels}.")
+
+
+def _read_sources(record: Path) -> dict[str, list[str]]:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(record.read_text())
+    return {}
 
 
 def _configs_of_run(cfg: CfgNode, request: RunRequest) -> list[str]:

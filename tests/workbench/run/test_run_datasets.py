@@ -380,8 +380,8 @@ def test_corrected_labels_are_told_when_a_run_is_evaluated(
     corrected.write_text(corrected.read_text() + " ")
     said = evaluate()
 
-    assert f"'{corrected}': has changed since the run" in said
-    assert ("keeps the labels of then" in said) == (kind == "split")
+    assert f"'{corrected}' has changed since the run" in said
+    assert ("its labels of then" in said) == (kind == "split")
 
 
 @pytest.fixture
