@@ -88,7 +88,9 @@ def _is_of_semaphore(error: Exception) -> bool:
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.endswith("synchronize.py")
+    return any(
+        frame.filename.endswith("multiprocessing/synchronize.py") for frame in frames
+    )
 
 
 def report_error(message: str) -> None:
