@@ -65,22 +65,22 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
     )
     for name, text in _SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
-    add, seconds = parser.add_argument, int(DEFAULT_TIMEOUT.total_seconds())
-    text = "end the run if a process waits longer for another one; raise it if evaluations take longer"
-    add(
+    parser.add_argument(
         "--dist-timeout",
         type=int,
-        default=seconds,
+        default=int(DEFAULT_TIMEOUT.total_seconds()),
         metavar="SECONDS",
-        help=f"{text} (default: %(default)s)",
+        help="end the run if a process waits longer for another one; raise it if evaluations take longer "
+        "(default: %(default)s)",
     )
-    add(
+    parser.add_argument(
         "--epochs",
         type=float,
         metavar="N",
         help="train for N passes over the images, not for the yaml's MAX_ITER",
     )
     add_dataset_flags(parser)
+
     for action in parser._actions:
         action.help = _HELP.get(action.dest, action.help)
         if evaluation and action.dest in _TRAINING_ONLY:

@@ -24,6 +24,10 @@ BEST_PREDICTIONS = "model_best_results.json"  # predictions of model_best.pth, b
 # ends the names of annotations that Detectron2 has converted
 CONVERTED = "_coco_format.json"
 _LOCK = ".training.lock"
+_OTHER_CHECKPOINT = (
+    "Fix: write the name of another checkpoint into last_checkpoint, or start again with --overwrite "
+    "instead of --resume."
+)
 # by which later commands find a detector
 _DETECTORS = ("last_checkpoint", "model_final.pth", BEST_CHECKPOINT)
 # Detectron2 would reuse the converted annotations even if the dataset has changed.
@@ -89,7 +93,7 @@ def check_output(
     if start.resumed:
         if start.error:
             reason = str(start.error).partition(" Fix: ")[0]
-            report.errors.append(f"{reason} {_other_checkpoint(folder, start)}")
+            report.errors.append(f"{reason} {_OTHER_CHECKPOINT}")
         if keeps and not best and has_best:
             report.errors.append(
                 f"TEST.BEST (''): the run kept {BEST_CHECKPOINT} by a score, and commands would take it also later. "
@@ -100,7 +104,7 @@ def check_output(
     ):
         report.errors.append(
             f"--resume: '{folder}/last_checkpoint', which names the checkpoint, is missing. "
-            f"{_other_checkpoint(folder, start)}"
+            f"{_OTHER_CHECKPOINT}"
         )
     elif resume:
         report.warnings.append(
@@ -108,20 +112,6 @@ def check_output(
         )
     elif keeps and any(Path(folder, name).is_file() for name in _DETECTORS):
         report.errors.append(earlier_run(folder))
-
-
-def _other_checkpoint(folder: str, start: LazyCheckpoint) -> str:
-    """Name the newest checkpoint that a run can continue from, in place of an unusable one."""
-    unusable = (BEST_CHECKPOINT, os.path.basename(start.address))
-    others = [
-        path
-        for path in Path(folder).glob("*.pth")
-        if path.name not in unusable and path.is_file()  # no link to a lost file
-    ]
-    if not others:
-        return "Fix: start again with --overwrite instead of --resume; there is no other checkpoint."
-    newest = max(others, key=os.path.getmtime)
-    return f"Fix: write {newest.name}, the newest other one, into {folder}/last_checkpoint."
 
 
 def earlier_run(folder: str) -> str:

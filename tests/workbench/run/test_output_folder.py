@@ -266,7 +266,7 @@ def test_a_link_to_a_checkpoint_that_was_moved_away(tmp_path):
 
     assert output_errors(tmp_path, resume=False) == []
     (error,) = output_errors(tmp_path, resume=True)
-    assert "there is no other checkpoint" in error
+    assert "start again with --overwrite" in error
 
 
 @pytest.mark.parametrize(
