@@ -15,8 +15,8 @@ from .errors import FileAccessError, UserError, is_user_error, summarize_names
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces ``path`` on success.
 
-    Its content is on the disk before the rename. After an error the temporary file is removed; after a kill,
-    :func:`remove_unfinished` does it. If it cannot be written, a FileAccessError names ``path``.
+    Its content is on the disk before the rename. After an error the temporary file is removed; after a kill
+    it stays. If it cannot be written, a FileAccessError names ``path``.
     """
     with _temporary(path) as temporary:
         yield temporary
@@ -36,7 +36,6 @@ def atomic_folder(
     """
     output = Path(output).resolve()
     check_replaceable(output, files)
-    remove_unfinished(output.parent)
     with _temporary(output) as work:
         new = work / "new"
         old = work / "old"
@@ -70,9 +69,8 @@ def check_replaceable(output: Path, files: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    """Yield a hidden name beside a path, with host and process id; remove what is there at the end."""
-    token = f"{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}"
-    temporary = path.with_name(f".{path.name[:100]}.{token}.tmp")
+    """Yield a hidden name beside a path; remove what is there at the end."""
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
     except Exception as error:
@@ -102,26 +100,9 @@ def _os_error(error: BaseException) -> OSError | None:
 
 
 def remove_unfinished(folder: str | os.PathLike[str]) -> None:
-    """Remove temporary files and folders that killed processes left in a folder.
-
-    Files of running processes and of other machines stay. In a restarted container, a killed process often had this
-    process's id, so this process calls it before it writes.
-    """
-    for path in Path(folder).glob(f".*.{os.uname().nodename}.*.*.tmp"):
-        process = path.name.split(".")[-3]
-        if process.isdigit() and not _is_another(int(process)):
-            _remove(path)
-
-
-def _is_another(process: int) -> bool:
-    """Return whether a process runs and is not this one."""
-    if process == os.getpid():
-        return False
-    try:
-        os.kill(process, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)  # another user's
-    return True
+    """Remove temporary files that killed processes left in a folder, which this process has locked."""
+    for path in Path(folder).glob(f".*.{'[0-9a-f]' * 8}.tmp"):
+        _remove(path)
 
 
 def _remove(path: Path) -> None:

@@ -40,8 +40,9 @@ _DEFAULTS = {
     "TEST.BEST": "",  # "bbox/AP", "validation/total_loss"
     "TEST.PATIENCE": 0,
     "TEST.LOSS": True,
-    "TRACKER": "",
 }
+# keys of earlier versions, which configs of their runs have; a warning says that they are ignored
+_REMOVED = ("TRACKER", "INPUT.SCALE_PER_BATCH")
 #: of a yaml whose aliases are expanded; Detectron2's largest configs have some hundred
 _MOST_NODES = 1_000_000
 
@@ -56,6 +57,9 @@ def add_gw_config(cfg: CfgNode) -> None:
     for key, value in _DEFAULTS.items():
         node, name = _place(cfg, key)
         node.setdefault(name, copy.copy(value))
+    for key in _REMOVED:
+        if not cfg.key_is_deprecated(key):
+            cfg.register_deprecated_key(key)
 
 
 def default_config() -> CfgNode:
@@ -182,7 +186,8 @@ def read_config(
         del words[0]
     _check_flags(words)
 
-    reader = _Reader(default_config())
+    reader = _Reader(get_cfg())
+    add_gw_config(reader)
     try:
         reader.merge_from_file(config_file, allow_unsafe=False)
     except ConfigError:
@@ -193,6 +198,11 @@ def read_config(
         raise ConfigError(f"'{config_file}': {_explain(error)}") from error
 
     cfg = CfgNode(reader)
+    defaults = dict(flat_items(cfg))
+    for place in range(1, len(words), 2):
+        is_rate = isinstance(defaults.get(words[place - 1]), float)
+        if is_rate and str(words[place]).isdecimal():
+            words[place] = float(words[place])
     try:
         cfg.merge_from_list(words)
     except Exception as error:
@@ -250,7 +260,7 @@ def _explain(error: Exception) -> str:
         return f"unknown config key '{unknown[1]}'.{similar_names(unknown[1], known)}"
     if "Type mismatch" in reason:
         # a shell removes quotes, and yacs reads text of digits as a number
-        return f"""{reason}. Fix: write e.g. 50.0 for a number, "('name',)" for a tuple, "'2024'" for a text."""
+        return f"""{reason}. Fix: write e.g. "('name',)" for a tuple, "'2024'" for a text."""
     return f"{reason}."
 
 
@@ -264,6 +274,7 @@ class _Reader(CfgNode):
         merged: dict[str, Any] = {}
         for _, tree in _layers(filename):
             _merge(tree, merged)
+        _accept_whole_numbers(merged, default_config())
         return merged
 
 
@@ -293,6 +304,16 @@ def _merge(tree: dict[str, Any], below: dict[str, Any]) -> None:
             _merge(value, below[key])
         else:
             below[key] = value
+
+
+def _accept_whole_numbers(tree: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Turn 0 into 0.0 where the default is a float: yacs refuses it."""
+    for key, value in tree.items():
+        default = defaults.get(key)
+        if isinstance(value, dict) and isinstance(default, dict):
+            _accept_whole_numbers(value, default)
+        elif type(value) is int and isinstance(default, float):
+            tree[key] = float(value)
 
 
 def given_keys(config_file: str, opts: Sequence[Any] = ()) -> set[str]:

@@ -30,6 +30,19 @@ def run_tag(marker):
     )
 
 
+def test_a_config_of_an_earlier_version_is_read_without_its_removed_keys(tmp_path):
+    earlier = write(
+        tmp_path, "TRACKER: wandb\nINPUT: {SCALE_PER_BATCH: true}\nSEED: 3\n"
+    )
+
+    cfg = read_config(earlier)
+
+    assert cfg.SEED == 3
+    assert "TRACKER" not in cfg
+    with pytest.raises(ConfigError, match="TRACKER"):
+        read_config(earlier, ["TRACKER", "wandb"])
+
+
 @pytest.mark.parametrize(
     "base", ["{name}", "{folder}/{name}", "~/{name}", "{upper}", "[{name}]"]
 )

@@ -304,7 +304,7 @@ def run(tmp_path, monkeypatch):
     """Start a run on photos by the words of its command line, without a step; return its config."""
 
     def begin(trainer):
-        trainer._start.begin()
+        trainer._run.begin()
         trainer._lock.close()
 
     monkeypatch.setattr(Trainer, "train", begin)

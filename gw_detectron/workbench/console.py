@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -65,6 +66,11 @@ def errors_reported() -> Iterator[None]:
 
 def _describe(error: Exception) -> str | None:
     """Describe an error that needs no traceback; None for others."""
+    if _is_of_semaphore(error):
+        return (
+            f"/dev/shm: {error}. Fix: make it writable (in containers --shm-size 8g), or set "
+            "DATALOADER.NUM_WORKERS 0."
+        )
     if is_user_error(error):
         return message_of(error)
     if is_out_of_memory(error):
@@ -75,6 +81,16 @@ def _describe(error: Exception) -> str | None:
             "memory or /dev/shm was full: lower DATALOADER.NUM_WORKERS."
         )
     return None
+
+
+def _is_of_semaphore(error: Exception) -> bool:
+    """Return whether a semaphore of worker processes was not created: the error names no file."""
+    if not isinstance(error, OSError) or error.filename is not None:
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(
+        frame.filename.endswith("multiprocessing/synchronize.py") for frame in frames
+    )
 
 
 def report_error(message: str) -> None:

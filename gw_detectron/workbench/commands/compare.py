@@ -4,7 +4,6 @@ import argparse
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from signal import SIGINT
 
 from ..compare import PAGE, RECOMMENDED, Comparison, compare
 from ..console import check_folder
@@ -151,9 +150,9 @@ def main(args: argparse.Namespace) -> None:
         numbers = compare(
             Comparison(**values, flags=flags, test=test), partial(print, flush=True)
         )
-    except KeyboardInterrupt:
-        text = "Stopped by Ctrl-C. The same command continues the comparison."
-        raise Interrupted(SIGINT, text) from None
+    except Interrupted as stop:
+        stop.message += " The same command continues the comparison."
+        raise
 
     print(f"\n{numbers['advice']}\n\nPage: {args.output / PAGE}")
     if numbers["recommended"]:

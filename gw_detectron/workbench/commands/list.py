@@ -16,6 +16,9 @@ from ...ops.solvers import SOLVERS
 from ...weights.identifying import full_name
 from .parsers import new_parser
 
+# a layer of fewer channels than groups would have fewer groups
+_CHANNELS = 256
+
 
 def get_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
@@ -53,12 +56,17 @@ def main(args: argparse.Namespace) -> None:
     elif args.config_file:
         print(norm_table(build_checked_model(read_config(args.config_file), "meta")))
     else:
-        rows = [
-            (name, full_name(name, 256).partition(":")[2], ", ".join(keys))
-            for name, keys in norm_options().items()
-        ]
-        print(tabulate(rows, headers=["norm", "defaults", "options"]))
-        print(f"\nSolvers of GW and BW: {', '.join(SOLVERS)}. See docs/norms.md.")
+        print(_norms())
+
+
+def _norms() -> str:
+    """List the norm names with their options, and the defaults for a layer of many channels."""
+    rows = []
+    for name, options in norm_options().items():
+        _, _, defaults = full_name(name, _CHANNELS).partition(":")
+        rows.append((name, defaults, ", ".join(options)))
+    table = tabulate(rows, headers=["norm", "defaults", "options"])
+    return f"{table}\n\nSolvers of GW and BW: {', '.join(SOLVERS)}. See docs/norms.md."
 
 
 def _configs(words: list[str]) -> str:

@@ -6,7 +6,6 @@ from detectron2.engine import default_argument_parser
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 
 from ..run import train as runs
-from ..run.logs import TRACKERS
 from ..run.processes import launch_from_args
 from ..run.request import RunRequest
 from .parsers import RunParser, new_parser
@@ -28,7 +27,7 @@ _HELP = {
     "num_gpus": "number of GPUs per machine; 0 runs on the CPU (default: %(default)s)",
     "opts": "config keys to change, as KEY VALUE; they come last",
 }
-_TRAINING_ONLY = ("eval_only", "overwrite", "auto", "epochs", "track")
+_TRAINING_ONLY = ("eval_only", "overwrite", "auto", "epochs")
 _SWITCHES = {
     "ignore-preflight": "start even if the pre-run checks fail; print their messages as warnings",
     "auto": "set image size, anchors, limits, learning rate, length and other keys from the training json, and print "
@@ -66,27 +65,22 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
     )
     for name, text in _SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
-    add, seconds = parser.add_argument, int(DEFAULT_TIMEOUT.total_seconds())
-    text = "end the run if a process waits longer for another one; raise it if evaluations take longer"
-    add(
+    parser.add_argument(
         "--dist-timeout",
         type=int,
-        default=seconds,
+        default=int(DEFAULT_TIMEOUT.total_seconds()),
         metavar="SECONDS",
-        help=f"{text} (default: %(default)s)",
+        help="end the run if a process waits longer for another one; raise it if evaluations take longer "
+        "(default: %(default)s)",
     )
-    add(
+    parser.add_argument(
         "--epochs",
         type=float,
         metavar="N",
         help="train for N passes over the images, not for the yaml's MAX_ITER",
     )
-    add(
-        "--track",
-        choices=TRACKERS,
-        help="log metrics to this tracker, which is installed separately",
-    )
     add_dataset_flags(parser)
+
     for action in parser._actions:
         action.help = _HELP.get(action.dest, action.help)
         if evaluation and action.dest in _TRAINING_ONLY:

@@ -2,8 +2,10 @@
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -12,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from ...atomic import atomic_write, remove_unfinished
-from ...config import changed_config
+from ...config import changed_config, flat_items
 from ...errors import ConfigError, RunError, check_minimum, summarize_names
 from ...modeling.build import object_count_keys
 from ...weights import open_start_weights
 from ...weights.opening import local_file
 from ...weights.reading import sha256_of
+from ...weights.recording import software_versions
 from ..console import safe_imports
 from ..dataset.datasets_yaml import existing_path, record_datasets
 from ..dataset.source import registered_datasets
@@ -31,7 +34,7 @@ from ..run.folder import lock_output
 from .jobs import measure, train
 from .plan import SEARCH_SEED, Costs, Job, Plan, check_plan, norm_keys, schedule_keys
 from .processes import RESULT, Processes, read_result, result_of, stop, write_json
-from .schedule import EXTENTS, Schedule, affordable
+from .schedule import EXTENTS, LEAST_ITERATIONS, Schedule, affordable
 from .verdict import summarize
 from .verdict_page import verdict_sections
 
@@ -116,6 +119,7 @@ def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
 
     with safe_imports(), contextlib.closing(lock_output(str(what.folder))):
         remove_unfinished(what.folder)
+        begin = time.monotonic()
         settings = _settings(what, cfg, rates, processes, report)
         costs = Costs(**settings["costs"])
         times = costs.times if what.equal_time else {}
@@ -126,8 +130,10 @@ def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
             side_by_side=what.jobs,
             most_seeds=what.seeds,
             minutes=what.minutes,
+            begin=begin,
             results=_finished_runs(what.folder),
         )
+        report(_described(cfg, schedule))
         _run_all(what, cfg, schedule, processes, report)
         numbers = _conclude(what, cfg, schedule)
 
@@ -137,6 +143,22 @@ def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
             "compared. Fix: see the messages above; the same command tries the failed runs again."
         )
     return numbers
+
+
+def _described(cfg: CfgNode, schedule: Schedule) -> str:
+    """Say how long the runs are, and how short those of the search for rates."""
+    plan = schedule.plan
+    text = f"Scored runs have {plan.iterations} iterations"
+    if len(plan.rates) == 1:
+        return f"{text}."
+    first = plan.first_search
+    images = sum(len(DatasetCatalog.get(name)) for name in cfg.DATASETS.TRAIN)
+    batch = cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATE
+    return (
+        f"{text}. The search for learning rates begins with {first} iterations, "
+        f"{first * batch / images:.2g} passes over the {images} images: a rate that is best so "
+        "early need not be the best one."
+    )
 
 
 def _check(what: Comparison) -> None:
@@ -215,39 +237,27 @@ def _settings(
     report: Report,
 ) -> dict[str, Any]:
     """Return what the runs follow from: of the folder or, for a new comparison, measured."""
-    asked = {
-        "norms": list(what.norms),
-        "rates": rates,
-        "flags": dict(what.flags),
-        "test": dict(what.test),
-        "data": _hashes(what, cfg),
-        "config": changed_config(cfg, {"OUTPUT_DIR": ""}).dump(),
-    }
-    if what.iterations:
-        asked["iterations"] = what.iterations
+    asked = json.loads(json.dumps(_inputs(what, cfg, rates)))
     path = what.folder / SETTINGS
     if path.exists():
         settings = json.loads(path.read_text())
-        other = [key for key, value in asked.items() if settings.get(key) != value]
-        if other:
-            raise ConfigError(
-                f"--output ('{what.folder}'): has a comparison with other values of "
-                f"{', '.join(other)}. Fix: give another folder, or the values of that comparison."
-            )
+        _check_same_inputs(what, settings.get("inputs", {}), asked)
         return settings
 
-    costs = _measure(what, processes, report)
+    begin = time.monotonic()
+    costs = _measure(what, cfg, rates, processes, report)
     iterations = what.iterations
     evaluations = EXTENTS[0][1]
     if not iterations:
         plan = Plan(what.norms, rates, 1000, costs.times if what.equal_time else {})
         on_gpu = cfg.MODEL.DEVICE != "cpu"  # where runs side by side slow each other
         workers = (1 + what.jobs) / 2 if on_gpu else what.jobs
+        spent = time.monotonic() - begin
         iterations, evaluations = affordable(
-            plan, costs, what.minutes, what.seeds, workers
+            plan, costs, what.minutes, what.seeds, workers, spent
         )
     settings = {
-        **asked,
+        "inputs": asked,
         "iterations": iterations,
         "evaluations": evaluations,
         "costs": costs._asdict(),
@@ -256,39 +266,103 @@ def _settings(
     return settings
 
 
-def _hashes(what: Comparison, cfg: CfgNode) -> dict[str, str]:
-    """Return the SHA-256 of the annotations and the weights."""
-    files = {
-        "--test-json": what.test.get("val_json", ""),
-        "MODEL.WEIGHTS": local_file(cfg.MODEL.WEIGHTS),
-    }
+def _inputs(
+    what: Comparison, cfg: CfgNode, rates: Sequence[float]
+) -> dict[str, dict[str, Any]]:
+    """Return what the results depend on, by groups and names."""
+    asked = {"--norms": list(what.norms), "--rates": list(rates)}
+    if what.iterations:
+        asked["--iterations"] = what.iterations
+    weights = local_file(cfg.MODEL.WEIGHTS)
+    if weights:
+        asked["the file of MODEL.WEIGHTS"] = sha256_of(weights)
+    keys = changed_config(cfg, {"OUTPUT_DIR": ""})
+    inputs = {"": asked, "key ": dict(flat_items(keys))}
+    if what.test:
+        (name,) = _config(what, scored=True).DATASETS.TEST
+        inputs["--test-json, "] = _dataset_inputs(name)
+        _config(what, scored=False)  # registers the images of the search again
     for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
-        data = MetadataCatalog.get(name)
-        files[name] = data.get("source", data.get("json_file", ""))
+        inputs[f"dataset '{name}', "] = _dataset_inputs(name)
+    inputs["version of "] = {**software_versions(), "platform": ""}  # the kernel's
+    return inputs
+
+
+def _dataset_inputs(name: str) -> dict[str, str]:
+    """Return the folder and digests of a registered dataset; of its images, by size and time of change.
+
+    To read the time takes some 10 us for an image, its pixels would take 10 ms.
+    """
+    annotations = hashlib.sha256()
+    images = hashlib.sha256()
+    for record in DatasetCatalog.get(name):
+        text = json.dumps(record, sort_keys=True, default=str)
+        annotations.update(text.encode())
+        path = record["file_name"]
+        if os.path.isfile(path):
+            state = os.stat(path)
+            images.update(f"{path} {state.st_size} {state.st_mtime_ns}".encode())
     return {
-        name: sha256_of(path) for name, path in files.items() if os.path.isfile(path)
+        "folder of the images": MetadataCatalog.get(name).get("image_root", ""),
+        "annotations": annotations.hexdigest(),
+        "image files (names, sizes, times)": images.hexdigest(),
     }
 
 
-def _measure(what: Comparison, processes: Processes, report: Report) -> Costs:
-    """Time an iteration of each norm and an evaluation, with nothing else running."""
-    report(f"Timing an iteration of {len(what.norms)} norms ...")
+def _check_same_inputs(
+    what: Comparison, earlier: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    """Refuse to continue a comparison whose runs would be others."""
+    differences = []
+    for group in {**earlier, **asked}:
+        before = earlier.get(group, {})
+        now = asked.get(group, {})
+        for name in {**before, **now}:
+            if before.get(name) != now.get(name):
+                values = f"{before.get(name)!s:.40} -> {now.get(name)!s:.40}"
+                differences.append(f"{group}{name} ({values})")
+    if differences:
+        raise ConfigError(
+            f"--output ('{what.folder}'): the comparison there has other "
+            f"{summarize_names(differences, 6)}. Fix: give another folder, or what it was started with."
+        )
+
+
+def _measure(
+    what: Comparison,
+    cfg: CfgNode,
+    rates: Sequence[float],
+    processes: Processes,
+    report: Report,
+) -> Costs:
+    """Time an iteration of each norm, an evaluation and the rest of a run, with nothing else running."""
+    report(f"Timing an iteration of {len(what.norms)} norms, and a short run ...")
     folder = what.folder / "timing"
     requests = {}
     for norm in what.norms:
         keys = {**norm_keys(norm), "SOLVER.BASE_LR": 1e-6, "SEED": SEARCH_SEED}
         requests[norm] = what.request(folder, keys, scored=False)
 
-    (folder / RESULT).unlink(missing_ok=True)
-    process = processes.start(measure, folder, requests)
-    try:
-        process.join()
-    finally:
-        stop([process])
-    costs = Costs(**result_of(folder, process))
+    def run(part: Path, start: Callable[[], BaseProcess]) -> dict[str, Any]:
+        (part / RESULT).unlink(missing_ok=True)
+        process = start()
+        try:
+            return result_of(part, process)
+        finally:
+            stop([process])
+
+    costs = Costs(**run(folder, lambda: processes.start(measure, folder, requests)))
     for norm, seconds in costs.times.items():
         report(f"  {norm}: {1000 * seconds:.0f} ms")
-    return costs
+
+    if not what.minutes:
+        return costs
+    job = Job(what.norms[0], min(rates), SEARCH_SEED, LEAST_ITERATIONS)
+    begin = time.monotonic()
+    run(folder / "run", lambda: _start(what, cfg, job, 1, processes, folder / "run"))
+    seconds = time.monotonic() - begin
+    rest = seconds - costs.evaluation - LEAST_ITERATIONS * costs.times[job.norm]
+    return costs._replace(start=max(rest, costs.start))
 
 
 def _run_folder(what: Comparison, job: Job) -> Path:
@@ -325,7 +399,10 @@ def _run_all(
             )  # also those that an interruption has left out
             free = what.jobs - len(running)
             for job in schedule.waiting(running)[:free]:
-                running[job] = _start(what, cfg, job, schedule.evaluations, processes)
+                folder = _run_folder(what, job)
+                running[job] = _start(
+                    what, cfg, job, schedule.evaluations, processes, folder
+                )
             if not running:
                 return
 
@@ -340,7 +417,12 @@ def _run_all(
 
 
 def _start(
-    what: Comparison, cfg: CfgNode, job: Job, evaluations: int, processes: Processes
+    what: Comparison,
+    cfg: CfgNode,
+    job: Job,
+    evaluations: int,
+    processes: Processes,
+    folder: Path,
 ) -> BaseProcess:
     keys = {
         **norm_keys(job.norm),
@@ -348,7 +430,6 @@ def _start(
         "SOLVER.BASE_LR": job.rate,
         "SEED": job.seed,
     }
-    folder = _run_folder(what, job)
     request = what.request(folder, keys, scored=not job.is_search)
     return processes.start(train, folder, job, request)
 

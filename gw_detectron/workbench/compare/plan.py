@@ -145,6 +145,11 @@ class Plan:
     iterations: int
     times: Mapping[str, float]
 
+    @property
+    def first_search(self) -> int:
+        """The iterations of the first runs of the search."""
+        return max(1, self.iterations // _SHORTEST)
+
     def search(
         self, norm: str, ap: Mapping[Job, float]
     ) -> tuple[list[Job], float | None]:
@@ -155,7 +160,7 @@ class Plan:
         """
         rates = sorted(self.rates)
         jobs: list[Job] = []
-        iterations = max(1, self.iterations // _SHORTEST)
+        iterations = self.first_search
         while len(rates) > 1:
             length = min(iterations, self.iterations)
             rung = [Job(norm, rate, SEARCH_SEED, length) for rate in rates]

@@ -11,15 +11,21 @@ from .plan import Costs, Job, Plan
 
 SEEDS = 3
 _MOST_SEEDS = 10
-_LEAST_ITERATIONS = 20
-_SHARE = 0.9  # of the time is planned
+LEAST_ITERATIONS = 20
+_SHARE = 0.95  # of the time is planned
+_TOLERANCE = 1.05  # of the time may be used by the last seed
 #: of scored runs: seeds, evaluations; the first pair for which start and evaluations take at most a
 #: third of the time
 EXTENTS = ((SEEDS, 4), (SEEDS, 2), (1, 2), (1, 1))
 
 
 def affordable(
-    plan: Plan, costs: Costs, minutes: float, seeds: int, workers: float
+    plan: Plan,
+    costs: Costs,
+    minutes: float,
+    seeds: int,
+    workers: float,
+    spent: float = 0.0,
 ) -> tuple[int, int]:
     """Return the iterations and evaluations of a scored run for which the time is enough.
 
@@ -28,8 +34,9 @@ def affordable(
         minutes: the time for everything.
         seeds: scored runs of each norm; 0 to choose them, too.
         workers: how many runs end in the time of one, because they run side by side.
+        spent: seconds that are gone already.
     """
-    seconds = _SHARE * 60 * minutes * workers
+    seconds = (_SHARE * 60 * minutes - spent) * workers
     for chosen, evaluations in EXTENTS:
         runs = plan.all_jobs(seeds or chosen)
         # start and evaluations
@@ -42,11 +49,11 @@ def affordable(
     training = sum(job.iterations * costs.times[job.norm] for job in runs)
     per_iteration = training / plan.iterations
     iterations = int((seconds - fixed) / per_iteration)
-    if iterations < _LEAST_ITERATIONS:
-        needed = fixed + per_iteration * _LEAST_ITERATIONS
-        least = math.ceil(needed / (60 * workers * _SHARE))
+    if iterations < LEAST_ITERATIONS:
+        needed = fixed + per_iteration * LEAST_ITERATIONS
+        least = math.ceil((needed / workers + spent) / (60 * _SHARE))
         raise ConfigError(
-            f"--minutes ({minutes:g}): not enough for {_LEAST_ITERATIONS} iterations per run. Fix: "
+            f"--minutes ({minutes:g}): not enough for {LEAST_ITERATIONS} iterations per run. Fix: "
             f"give {least} or more, fewer norms, --rates or validation images."
         )
     return iterations, evaluations
@@ -64,6 +71,7 @@ class Schedule:
         most_seeds: scored runs of each norm; 0 for 3, or with ``minutes`` as many as the time
             allows.
         minutes: time for everything; 0 for no limit.
+        begin: of the comparison, by time.monotonic().
         results: those of finished runs.
     """
 
@@ -73,6 +81,7 @@ class Schedule:
     side_by_side: int
     most_seeds: int
     minutes: float
+    begin: float
     results: dict[Job, dict[str, Any]]
     failed: set[str] = field(default_factory=set)
 
@@ -83,7 +92,7 @@ class Schedule:
         else:
             self.most_seeds = self.most_seeds or SEEDS
             self.seeds = self.most_seeds
-        self._start = time.monotonic() - self._seconds_of_results() / self.side_by_side
+        self.begin -= self._seconds_of_results() / self.side_by_side
 
     def _seconds_of_results(self) -> float:
         return sum(result["seconds"] for result in self.results.values())
@@ -132,8 +141,9 @@ class Schedule:
     def _has_time_for_a_seed(self) -> bool:
         if self.seeds >= self.most_seeds:
             return False
-        passed = time.monotonic() - self._start
-        return passed + self.seconds_left(self.seeds + 1) <= 60 * self.minutes
+        passed = time.monotonic() - self.begin
+        needed = passed + self.seconds_left(self.seeds + 1)
+        return needed <= _TOLERANCE * 60 * self.minutes
 
     def seconds_left(self, seeds: int) -> float:
         """Estimate the time of unfinished runs from finished ones."""

@@ -160,7 +160,7 @@ class _Reader:
 
 
 def check_coco(
-    content: Any, needs: DatasetNeeds, *, is_completed: bool = False
+    content: Any, needs: DatasetNeeds, *, is_filled_in: bool = False
 ) -> tuple[list[str], list[str]]:
     """Return errors and warnings, which count the annotations with a fault.
 
@@ -192,7 +192,7 @@ def check_coco(
 
         reader.record = "segmentation"
         learnable = _check_geometry(sound, images, needs, found)
-        if not (needs.training or is_completed):
+        if not (needs.training or is_filled_in):
             _check_evaluated_fields({**content, "annotations": sound}, needs, found)
     except DataError:
         raise

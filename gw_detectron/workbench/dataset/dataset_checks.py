@@ -163,7 +163,7 @@ class _DatasetChecks:
         self, name: str, source: CocoSource, needs: DatasetNeeds
     ) -> tuple[list[str], list[str]]:
         errors, warnings = check_coco(
-            source.content, needs, is_completed=source.is_completed
+            source.content, needs, is_filled_in=source.is_filled_in
         )
         self.fingerprints[name] = source.fingerprint
         is_empty = not len(source.fingerprint.boxes)

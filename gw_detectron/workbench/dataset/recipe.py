@@ -85,9 +85,10 @@ def apply_recipe(
 
     ``schedule_only`` sets the schedule and the score by which weights are kept.
     """
+    flag = "--epochs" if schedule_only else "--auto"
     if not object_count_keys(cfg):
         raise ConfigError(
-            f"--auto: MODEL.META_ARCHITECTURE ('{cfg.MODEL.META_ARCHITECTURE}') detects no objects."
+            f"{flag}: MODEL.META_ARCHITECTURE ('{cfg.MODEL.META_ARCHITECTURE}') detects no objects."
         )
     if epochs is not None and not 0 < epochs < math.inf:
         raise ConfigError(
@@ -98,11 +99,11 @@ def apply_recipe(
         data = read_fingerprint(*(source.content for source in sources))
     if not len(data.boxes):
         raise DataError(
-            f"--auto: {len(data.images)} images have no object to learn from ({data.crowds} crowds, "
+            f"{flag}: {len(data.images)} images have no object to learn from ({data.crowds} crowds, "
             f"{data.unusable} without box, image or category). Fix: correct the annotations."
         )
 
-    recipe = _Recipe(cfg, given)
+    recipe = _Recipe(cfg, given, flag)
     if not schedule_only:
         _deep_images(recipe, sources)
         _classes_and_masks(recipe, data)
@@ -120,8 +121,9 @@ def apply_recipe(
 class _Recipe:
     """A config, and why its keys were set."""
 
-    def __init__(self, cfg: CfgNode, given: Collection[str]) -> None:
+    def __init__(self, cfg: CfgNode, given: Collection[str], flag: str) -> None:
         self.cfg = cfg
+        self.flag = flag
         self.given = given
         self.on_cpu = cfg.MODEL.DEVICE == "cpu"
         self.batch = cfg.SOLVER.IMS_PER_BATCH * max(1, cfg.SOLVER.ACCUMULATE)
@@ -131,7 +133,7 @@ class _Recipe:
         """Set a key unless the user gave it or it has the value."""
         if key not in self.given and get_value(self.cfg, key) != value:
             self.cfg.merge_from_list([key, value])
-            self.reasons[key] = f"--auto: {key} {value}: {reason}"
+            self.reasons[key] = f"{self.flag}: {key} {value}: {reason}"
 
 
 def _deep_images(recipe: _Recipe, sources: Sequence[CocoSource]) -> None:

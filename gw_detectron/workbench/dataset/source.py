@@ -67,7 +67,8 @@ class CocoSource:
     Args:
         dataset: the dataset without ``val_fraction``. Its ``json`` is the user's file, or a derived one that
             :meth:`write` makes.
-        content: the parsed file, complete if ``is_completed``; None if it could not be read because of ``error``.
+        content: the parsed file, with the fields of :func:`complete_coco` if ``is_filled_in``; None if it could not
+            be read because of ``error``.
         origin: the file that the user named.
         notes: what the completion replaced, a sentence each.
         part: ``train`` or ``val`` of a split file, else "".
@@ -82,14 +83,14 @@ class CocoSource:
         notes: Sequence[str] = (),
         error: Exception | None = None,
         part: str = "",
-        is_completed: bool = True,
+        is_filled_in: bool = True,
     ) -> None:
         self.dataset = dataset
         self.origin = origin or dataset.json
         self.notes = list(notes)
         self.error = error
         self.part = part
-        self.is_completed = is_completed
+        self.is_filled_in = is_filled_in
         self.waits = (
             False  # a run is being built: its derived files are written when it begins
         )
@@ -174,7 +175,7 @@ def open_registered(name: str, *, evaluated: bool = False) -> CocoSource | None:
     metadata = MetadataCatalog.get(name)
     root = metadata.get("image_root") or "."
     if path := metadata.get("json_file"):
-        return CocoSource(CocoDataset(path, root), read_json(path), is_completed=False)
+        return CocoSource(CocoDataset(path, root), read_json(path), is_filled_in=False)
 
     classes = metadata.get("thing_classes")
     content = records_to_content(DatasetCatalog.get(name), classes, evaluated=evaluated)

@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from detectron2.config import CfgNode
@@ -168,19 +168,19 @@ def _check_best_score(
             f"TEST.BEST ('{best}'): not a score of the evaluation. Fix: give one of {', '.join(scores)}."
         )
         return
-    dataset, score = scores[best]
-    data = fingerprints.get(dataset)
-    if data is not None and not data.scored_objects(score):
+    datasets, score = scores[best]
+    known = [fingerprints[name] for name in datasets if name in fingerprints]
+    if known and not any(data.scored_objects(score) for data in known):
         report.errors.append(
-            f"TEST.BEST ('{best}'): {dataset} has no object that it counts, so it is never a number. "
+            f"TEST.BEST ('{best}'): {', '.join(datasets)} has no object that it counts, so it is never a number. "
             "Fix: give a score of objects that are there."
         )
 
 
 def _scores(
     cfg: CfgNode, fingerprints: Mapping[str, Fingerprint]
-) -> dict[str, tuple[str, str]]:
-    """Return dataset and score by the names that an evaluation logs: dataset (of several), task, score."""
+) -> dict[str, tuple[Sequence[str], str]]:
+    """Return datasets and score by the names that an evaluation logs: dataset (of several), task, score."""
     found = {}
     for dataset in cfg.DATASETS.TEST:
         prefix = f"{dataset}/" if len(cfg.DATASETS.TEST) > 1 else ""
@@ -193,9 +193,9 @@ def _scores(
                 detections = cfg.TEST.DETECTIONS_PER_IMAGE
                 scores.append(fingerprints[dataset].dense_score(task, detections))
             for score in filter(None, scores):
-                found[f"{prefix}{task}/{score}"] = (dataset, score)
+                found[f"{prefix}{task}/{score}"] = ((dataset,), score)
     if cfg.TEST.LOSS:
-        found["validation/total_loss"] = ("", "")
+        found["validation/total_loss"] = (cfg.DATASETS.TEST, "")
     return found
 
 

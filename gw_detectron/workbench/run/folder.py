@@ -21,28 +21,29 @@ log = logging.getLogger(__name__)
 METRICS = "metrics.json"  # to which a trainer appends
 PREDICTIONS = "coco_instances_results.json"  # of Detectron2's evaluator, in its folder "inference"
 BEST_PREDICTIONS = "model_best_results.json"  # predictions of model_best.pth, beside it
-CONVERTED = (
-    "_coco_format.json"  # ends the names of annotations that Detectron2 has converted
-)
+# ends the names of annotations that Detectron2 has converted
+CONVERTED = "_coco_format.json"
 _LOCK = ".training.lock"
-_DETECTORS = (
-    "last_checkpoint",
-    "model_final.pth",
-    BEST_CHECKPOINT,
-)  # by which later commands find one
+_OTHER_CHECKPOINT = (
+    "Fix: write the name of another checkpoint into last_checkpoint, or start again with --overwrite "
+    "instead of --resume."
+)
+# by which later commands find a detector
+_DETECTORS = ("last_checkpoint", "model_final.pth", BEST_CHECKPOINT)
 # Detectron2 would reuse the converted annotations even if the dataset has changed.
 _EVALUATION = (
     f"inference/{PREDICTIONS}",
     "inference/config.yaml",
     f"inference/*{CONVERTED}*",
 )
-# config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own. So does log.txt.
-_RUN = ("last_checkpoint", "model_*.pth", METRICS, "events.out.tfevents.*")
+# config.yaml, datasets.yaml and datasets/ stay until the new run, which may read them, writes its own. log.txt stays.
+_EVENTS = "events.out.tfevents.*"  # of TensorBoard
+_RUN = ("last_checkpoint", "model_*.pth", METRICS, _EVENTS)
 _FOLDERS = ("inference", "inference_TTA", "report")
 
 
 def lock_output(folder: str, *, wait: bool = False) -> IO[str]:
-    """Refuse a second training in an output folder, or wait for its end; closing the returned file releases the lock.
+    """Refuse a second run in an output folder, or wait for its end; closing the returned file releases the lock.
 
     The lock is a POSIX one: it ends with the process, also a killed one, and data-loading workers do not inherit it.
     """
@@ -61,11 +62,11 @@ def lock_output(folder: str, *, wait: bool = False) -> IO[str]:
             holder = file.read().strip() or "just started"
             file.close()
             raise RunError(
-                f"OUTPUT_DIR ('{folder}'): another training writes there ({holder}). Fix: give another folder, or "
-                "stop that training."
+                f"OUTPUT_DIR ('{folder}'): another run writes there ({holder}). Fix: give another OUTPUT_DIR, or "
+                "stop that run."
             ) from None
         log.warning(
-            "OUTPUT_DIR ('%s'): its file system has no locks (%s): start one training only",
+            "OUTPUT_DIR ('%s'): its file system has no locks (%s): start one run only",
             folder,
             error,
         )
@@ -92,7 +93,7 @@ def check_output(
     if start.resumed:
         if start.error:
             reason = str(start.error).partition(" Fix: ")[0]
-            report.errors.append(f"{reason} {_other_checkpoint(folder, start)}")
+            report.errors.append(f"{reason} {_OTHER_CHECKPOINT}")
         if keeps and not best and has_best:
             report.errors.append(
                 f"TEST.BEST (''): the run kept {BEST_CHECKPOINT} by a score, and commands would take it also later. "
@@ -103,7 +104,7 @@ def check_output(
     ):
         report.errors.append(
             f"--resume: '{folder}/last_checkpoint', which names the checkpoint, is missing. "
-            f"{_other_checkpoint(folder, start)}"
+            f"{_OTHER_CHECKPOINT}"
         )
     elif resume:
         report.warnings.append(
@@ -111,20 +112,6 @@ def check_output(
         )
     elif keeps and any(Path(folder, name).is_file() for name in _DETECTORS):
         report.errors.append(earlier_run(folder))
-
-
-def _other_checkpoint(folder: str, start: LazyCheckpoint) -> str:
-    """Name the newest checkpoint that a run can continue from, in place of an unusable one."""
-    unusable = (BEST_CHECKPOINT, os.path.basename(start.address))
-    others = [
-        path
-        for path in Path(folder).glob("*.pth")
-        if path.name not in unusable and path.is_file()  # no link to a lost file
-    ]
-    if not others:
-        return "Fix: start again with --overwrite instead of --resume; there is no other checkpoint."
-    newest = max(others, key=os.path.getmtime)
-    return f"Fix: write {newest.name}, the newest other one, into {folder}/last_checkpoint."
 
 
 def earlier_run(folder: str) -> str:
@@ -145,14 +132,14 @@ def stale_output(
 ) -> list[Path]:
     """Return the files that a report would take for the new run's, and that the run removes when it begins.
 
-    These are results of an evaluation, on request also the ``metrics``, to which a new run would
+    These are results of an evaluation, on request also the ``metrics`` and events, to which a new run would
     append, the ``best`` weights of a run without a checkpoint, or ``everything`` of an earlier run
     but its log. A checkpoint that is ``needed`` by the new run is left out. If commands would take it
     for the new run's, or a needed file is in a folder to remove, it is a ConfigError.
     """
     patterns = list(_EVALUATION)
     if metrics:
-        patterns += [METRICS, f"inference/{BEST_PREDICTIONS}"]
+        patterns += [METRICS, _EVENTS, f"inference/{BEST_PREDICTIONS}"]
     if best:
         patterns.append(BEST_CHECKPOINT)
     if everything:

@@ -1,4 +1,4 @@
-"""Hooks of a training: stop at a signal, explain a non-finite loss, keep the best weights."""
+"""Hooks of a training: stop at a signal, average the weights, keep the best ones."""
 
 import contextlib
 import logging
@@ -7,26 +7,21 @@ import os
 import shlex
 import shutil
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.engine import HookBase
 from detectron2.engine.hooks import BestCheckpointer, EvalHook
-from detectron2.structures import Instances
 from detectron2.utils import comm
-from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch import distributed as dist
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ...atomic import atomic_write
-from ...norms.listing import is_synchronized
 from ...weights import RUN_RECORD_KEY, GWDetectionCheckpointer
 from ...weights.opening import BEST_CHECKPOINT
 from ...weights.reading import sha256_of
@@ -35,14 +30,6 @@ from ..signals import TERMINATING, Interrupted, signals_handled
 from .folder import BEST_PREDICTIONS, PREDICTIONS
 
 log = logging.getLogger(__name__)
-
-_REPEAT_SECONDS = (
-    1.0  # torchrun sends a Ctrl-C of the terminal to its processes a second time
-)
-_STABILIZE = (
-    "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set "
-    "SOLVER.CLIP_GRADIENTS.ENABLED True"
-)
 
 
 class SignalHook(HookBase):
@@ -59,7 +46,6 @@ class SignalHook(HookBase):
         self.checkpoint_period = checkpoint_period
         self.eval_period = eval_period
         self.received = 0
-        self._received_at = 0.0
         self._evaluating = False
         self._handlers = contextlib.ExitStack()
 
@@ -83,16 +69,15 @@ class SignalHook(HookBase):
         self._handlers.close()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
         if self.received:
-            if number == signal.SIGINT and now - self._received_at > _REPEAT_SECONDS:
+            # torchrun repeats a Ctrl-C of the terminal, and kills its processes itself
+            if number == signal.SIGINT and not dist.is_torchelastic_launched():
                 raise Interrupted(
                     number, "Stopped by a second Ctrl-C, without a checkpoint."
                 )
             return
 
         self.received = number
-        self._received_at = now
         if self._evaluating:
             self._stop(number)
 
@@ -124,109 +109,6 @@ class SignalHook(HookBase):
         if not self._evaluating:
             comm.synchronize()  # a launcher ends all processes when the first one exits
         raise stop
-
-
-class LossGuard:
-    """Stop a training at a non-finite loss, and find the image or module behind it.
-
-    Each process checks its own batch, so the process with the broken image names it. The model is
-    not its ``DistributedDataParallel`` wrapper.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._batch: Sequence[dict] = ()
-        model.register_forward_pre_hook(self._remember)
-        model.register_forward_hook(self._check)
-
-    def _remember(self, module: nn.Module, args: tuple) -> None:
-        self._batch = args[0]
-
-    def _check(self, module: nn.Module, args: tuple, losses: Any) -> None:
-        if not (
-            module.training and torch.is_grad_enabled() and isinstance(losses, dict)
-        ):
-            return
-
-        # one synchronization with the device, where the heads have just caused several
-        if torch.isfinite(sum(losses.values(), torch.zeros(()))).all():
-            return
-
-        bad = ", ".join(
-            f"{name}={loss.item():g}"
-            for name, loss in losses.items()
-            if not torch.isfinite(loss)
-        )
-        raise FloatingPointError(
-            f"the loss is not finite: {bad or 'the sum of all losses overflows'}"
-        )
-
-    def explain(self, autocast: bool = False) -> str:
-        """Describe where the last batch became non-finite.
-
-        Args:
-            autocast: run the model in mixed precision, as then.
-        """
-        names = []
-        for example in self._batch:
-            name = str(example.get("file_name", "an image without a name"))
-            if not _is_finite([example.get("image"), example.get("instances")]):
-                return (
-                    f"The image {name} or its annotations have values that are NaN or infinite. "
-                    "Fix: repair it."
-                )
-            names.append(name)
-
-        images = ", ".join(names)
-        module = self._first_bad_module(autocast)
-        if module:
-            return (
-                f"The first module with a non-finite output is {module}, for the images {images}. "
-                f"Fix: {_STABILIZE}."
-            )
-        return f"All modules are finite. Fix: check the annotations of the images {images}."
-
-    def _first_bad_module(self, autocast: bool) -> str:
-        labels = {
-            module: f"{name} ({type(module).__name__})"
-            for name, module in self.model.named_modules()
-            if module is not self.model
-        }
-        bad: list[str] = []
-
-        def note_bad(module: nn.Module, args: tuple, output: Any) -> None:
-            if module in labels and not _is_finite(output):
-                bad.append(labels[module])
-
-        for module in labels:
-            if is_synchronized(module):
-                # in training mode it would wait for processes that do not run the model again
-                module.eval()
-
-        # Any error ends this run, which only searches. Its events are not the training's.
-        with (
-            contextlib.suppress(Exception),
-            register_module_forward_hook(note_bad),
-            torch.no_grad(),
-            torch.compiler.set_stance(
-                "force_eager"
-            ),  # compiled modules do not call new hooks
-            EventStorage(),
-            torch.autocast(next(self.model.parameters()).device.type, enabled=autocast),
-        ):
-            self.model(self._batch)
-        return bad[0] if bad else ""
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, Instances):
-        value = value.get_fields()
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_finite, value))
-    value = getattr(value, "tensor", value)  # of Boxes, ImageList
-    return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
 
 class TrainingEnded(BaseException):
@@ -415,5 +297,11 @@ def _digest(dataset: str) -> str:
 
 
 class _BestCheckpointer(GWDetectionCheckpointer):
+    def save(self, name: str, **kwargs: Any) -> None:
+        """Save the best weights; a kill must not leave the predictions of earlier ones beside them."""
+        predictions = Path(self.save_dir, "inference", BEST_PREDICTIONS)
+        predictions.unlink(missing_ok=True)
+        super().save(name, **kwargs)
+
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         """Leave the tag: a run is resumed from its last checkpoint with the training state."""

@@ -1,29 +1,18 @@
-"""Screen output, log.txt, metrics.json, and experiment trackers."""
+"""Screen output, log.txt and metrics.json."""
 
-import importlib
 import logging
 import os
 import re
-import secrets
 import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from detectron2.config import CfgNode
 from detectron2.utils import comm
-from detectron2.utils.events import EventWriter, get_event_storage
 from tqdm import tqdm
 
-from ...config import flat_items
-from ...errors import ConfigError, first_line, is_user_error, message_of
-from ...installation import require_packages
+from ...errors import is_user_error, message_of
 
-log = logging.getLogger(__name__)
-
-TRACKERS = ("mlflow", "trackio", "wandb")
 _LOGGERS = ("detectron2", "fvcore", "gw_detectron")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # loggers that the screen leaves to log.txt: tables, networks, what every run says; below the level
@@ -112,86 +101,3 @@ def end_last_line(path: Path) -> None:
     if content and not content.endswith(b"\n"):
         with path.open("a") as file:
             file.write("\n")
-
-
-class TrackerWriter(EventWriter):
-    """Log scalars to the tracker ``TRACKER``, with the config of the run.
-
-    An error of the tracker does not end the run. A file in ``OUTPUT_DIR`` names the tracker's run,
-    which a resumed one continues, unless the run is ``new``. The tracker's own environment
-    variables choose server and project
-    (``WANDB_PROJECT``, ``TRACKIO_PROJECT``, ``MLFLOW_EXPERIMENT_NAME``).
-    """
-
-    def __init__(self, cfg: CfgNode, *, new: bool = False) -> None:
-        name = cfg.TRACKER
-        if name not in TRACKERS:
-            raise ConfigError(
-                f"TRACKER ({name!r}): unknown. Fix: give one of {', '.join(TRACKERS)}."
-            )
-        require_packages(f"TRACKER ({name!r})", name)
-
-        file = Path(cfg.OUTPUT_DIR, f"{name}_run.txt")
-        known = file.read_text() if file.is_file() and not new else ""
-        try:
-            start = self._start_mlflow if name == "mlflow" else self._start_other
-            known = start(cfg, known)
-        except Exception as error:
-            raise ConfigError(
-                f"TRACKER ({name!r}): does not start: {first_line(error)}."
-            ) from error
-        file.write_text(known)
-        self._last = -1
-
-    def _start_mlflow(self, cfg: CfgNode, known: str) -> str:
-        """Start or continue a run; return its identifier."""
-        tracker = importlib.import_module("mlflow")
-        run = tracker.start_run(run_id=known or None, run_name=_run_name(cfg))
-        tracker.log_text(cfg.dump(), "config.yaml")
-        self._log, self._finish = tracker.log_metrics, tracker.end_run
-        return run.info.run_id
-
-    def _start_other(self, cfg: CfgNode, known: str) -> str:
-        """Start or continue a run of wandb or trackio; return its name."""
-        name = known or f"{_run_name(cfg)}-{secrets.token_hex(3)}"
-        options = {"id": name, "dir": cfg.OUTPUT_DIR} if cfg.TRACKER == "wandb" else {}
-        run = importlib.import_module(cfg.TRACKER).init(
-            project=os.environ.get(f"{cfg.TRACKER.upper()}_PROJECT", "gw_detectron"),
-            name=name,
-            config=dict(flat_items(cfg)),
-            resume="allow",
-            **options,
-        )
-        self._log, self._finish = run.log, run.finish
-        return name
-
-    def write(self) -> None:
-        steps: dict[int, dict[str, float]] = defaultdict(dict)
-        for name, (value, step) in (
-            get_event_storage().latest_with_smoothing_hint(20).items()
-        ):
-            if step > self._last:
-                steps[step][re.sub(r"[^\w\-./ ]", "_", name)] = (
-                    value  # of MLflow's characters
-                )
-
-        self._last = max(steps, default=self._last)
-        for step in sorted(steps):
-            self._try(self._log, steps[step], step=step)
-
-    def close(self) -> None:
-        self._try(self._finish)
-
-    def _try(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        try:
-            call(*args, **kwargs)
-        except Exception as error:
-            log.warning(
-                "TRACKER: metrics of iteration %d may be missing there: %s",
-                self._last,
-                error,
-            )
-
-
-def _run_name(cfg: CfgNode) -> str:
-    return os.path.basename(os.path.abspath(cfg.OUTPUT_DIR))

@@ -114,14 +114,6 @@ def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: CheckReport) -> N
             f"{_norm_keys(cfg, model, single)} to GN or GW, give two or more images per process, or pass "
             "--ignore-preflight to train with it."
         )
-    batches = cfg.SOLVER.ACCUMULATE
-    if images and batches > 1:
-        name, count = next(iter(images.items()))
-        report.warnings.append(
-            f"SOLVER.ACCUMULATE ({batches}): {len(images)} layers normalize each batch by itself (first: {name}, over "
-            f"{count} images), not over the {batches} batches of an iteration. Fix: use GW, GN or FrozenBN, or raise "
-            "SOLVER.IMS_PER_BATCH instead."
-        )
 
 
 def _check_mixtures(cfg: CfgNode, model: nn.Module, report: CheckReport) -> None:
@@ -187,27 +179,19 @@ def _check_resumed(
     checkpoint: Checkpoint, model: nn.Module, report: CheckReport
 ) -> None:
     """Refuse to resume the checkpoint of another detector."""
-    theirs = {name: tuple(value.shape) for name, value in checkpoint.tensors.items()}
-    ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    tensors = [
+    theirs = {name: value.shape for name, value in checkpoint.tensors.items()}
+    ours = {name: value.shape for name, value in model.state_dict().items()}
+    differences = [
         name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)
     ]
-    norms = norm_differences(checkpoint, model)
-    differences = []
-    if tensors:
-        differences.append(f"{len(tensors)} tensors ({summarize_names(tensors)})")
-    if norms:
-        differences.append(f"{len(norms)} norms ({summarize_names(norms)})")
-    if not differences:
-        return
-
-    config = os.path.join(os.path.dirname(checkpoint.path), "config.yaml")
-    report.errors.append(
-        f"--resume ('{checkpoint.path}'): a checkpoint of another detector: {' and '.join(differences)} differ. Fix: "
-        f"continue with --config-file {config}, or set all MODEL keys as in that run (the keys of norms are "
-        f"{', '.join(NORM_KEYS)}). To start another run from these weights, leave out --resume and set "
-        "MODEL.WEIGHTS and another OUTPUT_DIR."
-    )
+    differences += norm_differences(checkpoint, model)
+    if differences:
+        config = os.path.join(os.path.dirname(checkpoint.path), "config.yaml")
+        report.errors.append(
+            f"--resume ('{checkpoint.path}'): a checkpoint of another detector: {summarize_names(differences)} differ. "
+            f"Fix: continue with --config-file {config}. To start another run from these weights, leave out --resume "
+            "and set MODEL.WEIGHTS and another OUTPUT_DIR."
+        )
 
 
 def _check_norms(

@@ -89,7 +89,6 @@ class RunRequest:
         auto: set keys by the training data, see :func:`gw_detectron.auto_config`.
         epochs: passes over the images, in place of ``SOLVER.MAX_ITER``.
         num_gpus: 0 runs on the CPU.
-        track: name of a tracker for metrics.
         deterministic: use only deterministic operations of torch.
         allow_partial, ignore_preflight: see :class:`gw_detectron.workbench.Trainer`.
         data: the user's own datasets.
@@ -104,7 +103,6 @@ class RunRequest:
     auto: bool = False
     epochs: float | None = None
     num_gpus: int = 1
-    track: str = ""
     deterministic: bool = False
     allow_partial: bool = False
     ignore_preflight: bool = False

@@ -1,6 +1,7 @@
 """Find the datasets of a run: flags, yaml or earlier record."""
 
 import contextlib
+import json
 import logging
 import os
 from pathlib import Path
@@ -8,15 +9,20 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
+from ...atomic import atomic_write
 from ...errors import ConfigError, DataError, summarize_names
 from ...modeling.build import object_count_keys
 from ...weights.opening import local_file
+from ...weights.reading import sha256_of
 from ..dataset.coco_content import MALFORMED, read_json
 from ..dataset.datasets_yaml import DATASETS_FILE, read_datasets
 from ..dataset.source import CocoDatasets, needs_registration, opened, register_datasets
 from .request import RunRequest
 
 log = logging.getLogger(__name__)
+
+# beside datasets.yaml: the files that the user named, and their digests
+_SOURCES = "sources.json"
 
 
 def use_datasets(cfg: CfgNode, request: RunRequest) -> None:
@@ -45,7 +51,7 @@ def use_datasets(cfg: CfgNode, request: RunRequest) -> None:
         )
     named = register_datasets(given, folder)
     for config_file in _configs_of_run(cfg, request):
-        _check_unseen(named, request.data.val_fraction or 0.0, config_file)
+        _check_unseen(named, config_file)
 
     values: dict[str, Any] = {"DATASETS.TEST": tuple(named.val)}
     if named.train:
@@ -84,6 +90,47 @@ def use_recorded_datasets(
         and record.is_file()
     ):
         register_datasets(read_datasets(str(record)), folder)
+        _note_changed_labels(record.with_name(_SOURCES))
+
+
+def record_sources(cfg: CfgNode, folder: str) -> None:
+    """Write the files that the user named for the datasets, with their SHA-256."""
+    known = _read_sources(Path(cfg.OUTPUT_DIR, _SOURCES))
+    output = os.path.abspath(cfg.OUTPUT_DIR)
+    sources = {}
+    for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
+        source = opened(name)
+        if source is None or not os.path.isfile(source.origin):
+            continue
+        is_derived = Path(source.origin).is_relative_to(output)
+        if is_derived and name in known:  # a resumed or evaluated run
+            sources[name] = known[name]
+        else:
+            sources[name] = [source.origin, sha256_of(source.origin)]
+    with atomic_write(Path(folder, _SOURCES)) as temporary:
+        temporary.write_text(json.dumps(sources, indent=2))
+
+
+def _note_changed_labels(record: Path) -> None:
+    """Let the checks tell which labels are scored, if the user's files have changed since the run."""
+    for name, (file, digest) in _read_sources(record).items():
+        source = opened(name)
+        if source is None or not os.path.isfile(file) or sha256_of(file) == digest:
+            continue
+        if source.dataset.json == file:
+            labels = "and the scores of the training are by the earlier labels"
+        else:
+            labels = (
+                f"but its labels of then ('{source.dataset.json}') are used. Fix: for the new ones, "
+                "give the flags of the data again"
+            )
+        source.notes.append(f"'{file}' has changed since the run, {labels}.")
+
+
+def _read_sources(record: Path) -> dict[str, list[str]]:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(record.read_text())
+    return {}
 
 
 def _configs_of_run(cfg: CfgNode, request: RunRequest) -> list[str]:
@@ -101,48 +148,29 @@ def _configs_of_run(cfg: CfgNode, request: RunRequest) -> list[str]:
     return list(dict.fromkeys(configs))
 
 
-def _check_unseen(given: CocoDatasets, fraction: float, config_file: str) -> None:
-    """Refuse a split whose validation has images that the run was trained on; warn of such a file."""
+def _check_unseen(given: CocoDatasets, config_file: str) -> None:
+    """Refuse a split whose validation has images that the run was trained on."""
     record = Path(config_file).with_name(DATASETS_FILE)
     if not record.is_file():
         return
-    trained = [
-        data
-        for data in read_datasets(str(record)).train.values()
-        if not data.val_fraction
-    ]
-    files = {os.path.realpath(dataset.json) for dataset in trained}
-    seen: set[str] = set()
-    for dataset in trained:
+    trained: set[str] = set()
+    for dataset in read_datasets(str(record)).train.values():
+        if dataset.val_fraction:  # of a user's yaml, which is split anew
+            continue
         with contextlib.suppress(OSError, DataError, *MALFORMED):
-            seen |= _image_paths(read_json(dataset.json), dataset.images)
+            trained |= _image_names(read_json(dataset.json))
 
-    for name, dataset in given.val.items():
+    for name in given.val:
         source = opened(name)
-        if source is None or os.path.realpath(source.origin) in files:
-            continue  # an evaluation of the training images is no accident
-        try:
-            common = seen & _image_paths(source.content, dataset.images)
-        except (OSError, DataError, *MALFORMED):  # the checks name the fault
+        if source is None or not source.part:
             continue
-        if not common:
-            continue
-        images = summarize_names(sorted(map(os.path.basename, common)))
-        reason = (
-            f"'{config_file}' was trained on {len(common)} of the images ({images})"
-        )
-        if source.part:
+        common = trained & _image_names(source.content)
+        if common:
             raise ConfigError(
-                f"--val-fraction ({fraction:g}): {reason}. Fix: give the fraction of that run."
+                f"--val-fraction: '{config_file}' was trained on {len(common)} of the images for validation "
+                f"({summarize_names(sorted(common))}). Fix: give the fraction of that run."
             )
-        log.warning(
-            "--val-json ('%s'): %s. Fix: give images that the run has not seen.",
-            source.origin,
-            reason,
-        )
 
 
-def _image_paths(content: Any, root: str) -> set[str]:
-    return {
-        os.path.realpath(os.path.join(root, i["file_name"])) for i in content["images"]
-    }
+def _image_names(content: Any) -> set[str]:
+    return {image["file_name"] for image in content["images"]}

@@ -27,35 +27,37 @@ from .checks import check_run
 from .folder import check_output, lock_output, remove_files, stale_output
 from .logs import log_to
 from .processes import in_all_processes
+from .run_datasets import record_sources
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class RunStart:
-    """A checked run, before it writes more than its log."""
+class OpenRun:
+    """A checked run that holds its folder, before it writes more than its log."""
 
     cfg: CfgNode
     weights: LazyCheckpoint
-    lock: (
-        contextlib.ExitStack
-    )  # of the folder; closing it lets another training start there
-    stale: list[Path]  # files of an earlier run or evaluation
-    overwrites: bool  # the earlier run goes
+    # closing it lets another run start in the folder
+    lock: contextlib.ExitStack
+    # files of an earlier run or evaluation
+    stale: list[Path]
 
     def begin(self) -> None:
         """Remove stale files, then write ``config.yaml``, ``datasets.yaml`` and derived datasets."""
+        folder = self.cfg.OUTPUT_DIR
         with in_all_processes():
             if comm.is_main_process():
                 remove_files(self.stale)
-                remove_unfinished(os.path.join(self.cfg.OUTPUT_DIR, "datasets"))
-                _write_record(self.cfg, self.cfg.OUTPUT_DIR)
+                for part in ("", "datasets", "inference"):
+                    remove_unfinished(os.path.join(folder, part))
+                _write_record(self.cfg, folder, replaces=not self.weights.resumed)
         with in_all_processes():  # another machine may not share the folder
             for source in _sources(self.cfg):
                 source.begin()
 
 
-def start_run(
+def open_run(
     cfg: CfgNode,
     *,
     eval_only: bool = False,
@@ -64,34 +66,38 @@ def start_run(
     allow_partial: bool = False,
     ignore_preflight: bool = False,
     own_evaluator: bool = False,
-) -> RunStart:
-    """Check a run and open its log. A training writes the rest when it begins.
+) -> OpenRun:
+    """Lock the folder of a run, check the run and open its log. A training writes the rest when it begins.
 
-    Until :meth:`RunStart.begin` the folder of an earlier run is unchanged, but for its log. An evaluation begins at
-    once and writes to the folder ``inference``, without a lock. Arguments and errors as for :class:`.trainer.Trainer`.
+    Until :meth:`OpenRun.begin` the folder of an earlier run is unchanged, but for its log. An evaluation begins at
+    once, and locks and writes the folder ``inference``. Arguments and errors as for :class:`.trainer.Trainer`.
     """
-    folder = cfg.OUTPUT_DIR
+    output = cfg.OUTPUT_DIR
+    folder = os.path.join(output, "inference") if eval_only else output
     is_main = comm.is_main_process()
-    locks = is_main and not eval_only
     may_resume = resume or (resume is None and not overwrite)
     with contextlib.ExitStack() as lock:
         with in_all_processes():
-            if locks and os.path.isdir(folder):
+            is_new = not os.path.isdir(folder)
+            if is_main and not is_new:
                 # now: another training could write a newer checkpoint than is opened
                 lock.enter_context(lock_output(folder))
             weights = open_start_weights(
-                cfg.MODEL.WEIGHTS, folder if may_resume else ""
+                cfg.MODEL.WEIGHTS, output if may_resume else ""
             )
             report = CheckReport()
             if is_main:
                 check_output(
-                    folder,
+                    output,
                     weights,
                     report,
                     resume=resume,
                     keeps=not (eval_only or overwrite),
                     best=cfg.TEST.BEST,
                 )
+                if ignore_preflight:
+                    # only --overwrite may replace finished work
+                    report.raise_errors()
                 check_run(
                     cfg,
                     weights,
@@ -104,27 +110,28 @@ def start_run(
                 report.raise_errors()
             weights.checkpoint()  # fetches remote weights, raises the error of opening it
 
-            if locks and not os.path.isdir(folder):
+            if is_main and is_new:
                 lock.enter_context(lock_output(folder))
+            is_first = not (eval_only or weights.resumed)
             stale: list[Path] = []
             if is_main:
                 origins = [source.origin for source in _sources(cfg)]
                 stale = stale_output(
-                    folder,
-                    metrics=not (eval_only or weights.resumed),
-                    best=bool(resume) and not (eval_only or weights.resumed),
+                    output,
+                    metrics=is_first,
+                    best=bool(resume) and is_first,
                     everything=overwrite,
                     needed=filter(None, [local_file(weights.address), *origins]),
                 )
         for source in _sources(cfg):
             source.waits = not eval_only
         with in_all_processes():
-            _log_to_folder(cfg, eval_only=eval_only)
+            _log_to_folder(cfg, folder, eval_only=eval_only)
             if eval_only:
                 _begin_evaluation(cfg, weights, stale)
         for warning in report.errors + report.warnings:
             log.warning(warning)
-        return RunStart(cfg, weights, lock.pop_all(), stale, overwrite)
+        return OpenRun(cfg, weights, lock.pop_all(), stale)
 
 
 def _sources(cfg: CfgNode) -> list[CocoSource]:
@@ -133,9 +140,8 @@ def _sources(cfg: CfgNode) -> list[CocoSource]:
     return [source for name in names if (source := opened(name)) is not None]
 
 
-def _log_to_folder(cfg: CfgNode, *, eval_only: bool) -> None:
+def _log_to_folder(cfg: CfgNode, folder: str, *, eval_only: bool) -> None:
     """Set up logging, as Detectron2's ``default_setup``."""
-    folder = os.path.join(cfg.OUTPUT_DIR, "inference") if eval_only else cfg.OUTPUT_DIR
     os.makedirs(folder, exist_ok=True)
     log_to(folder)
     rank, processes = comm.get_rank(), comm.get_world_size()
@@ -149,22 +155,29 @@ def _log_to_folder(cfg: CfgNode, *, eval_only: bool) -> None:
 
 
 def _begin_evaluation(cfg: CfgNode, weights: LazyCheckpoint, stale: list[Path]) -> None:
-    seed_all_rng(
-        None if cfg.SEED < 0 else cfg.SEED + comm.get_rank()
-    )  # a training has its own seeds
+    # a training has its own seeds
+    seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
     if not comm.is_main_process():
         return
     remove_files(stale)
     if weights.resumed:  # for the record beside the results
         cfg = changed_config(cfg, {"MODEL.WEIGHTS": weights.address})
-    _write_record(cfg, os.path.join(cfg.OUTPUT_DIR, "inference"))
+    _write_record(cfg, os.path.join(cfg.OUTPUT_DIR, "inference"), replaces=True)
 
 
-def _write_record(cfg: CfgNode, folder: str) -> None:
-    """Write ``config.yaml`` and ``datasets.yaml`` into a run folder or its folder ``inference``."""
+def _write_record(cfg: CfgNode, folder: str, *, replaces: bool) -> None:
+    """Write the record of a run into its folder, or of an evaluation into the folder ``inference``.
+
+    ``config.yaml`` is the last file: without it, nothing takes the others for a run. A run that ``replaces`` another
+    config removes it first.
+    """
+    config = Path(folder, "config.yaml")
+    if replaces:
+        config.unlink(missing_ok=True)
     datasets = registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
     record_datasets(datasets, folder, cfg.OUTPUT_DIR)
-    with atomic_write(Path(folder, "config.yaml")) as temporary:
+    record_sources(cfg, folder)
+    with atomic_write(config) as temporary:
         temporary.write_text(cfg.dump())
 
 

@@ -25,7 +25,7 @@ from ..dataset.source import open_registered
 from .processes import in_all_processes
 from .request import RunRequest
 from .run_datasets import use_datasets
-from .start import check_same_start, start_run
+from .start import check_same_start, open_run
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -76,10 +76,6 @@ def prepare(request: RunRequest) -> PreparedRun:
     """Read the config of a run, register the user's datasets, and apply the recipe."""
     request = _resolved(request)
     cfg = read_config(request.config_file, request.opts)
-    if request.changes("SOLVER.MAX_ITER") and not request.changes("SOLVER.STEPS"):
-        _scale_steps(cfg, read_config(request.config_file).SOLVER.MAX_ITER)
-    if request.track:
-        cfg.TRACKER = request.track
     if request.num_gpus == 0 and not request.changes("MODEL.DEVICE"):
         cfg.MODEL.DEVICE = "cpu"
     elif request.num_gpus and cfg.MODEL.DEVICE == "cpu" and torch.cuda.is_available():
@@ -131,19 +127,6 @@ def _resolved(request: RunRequest) -> RunRequest:
     return request
 
 
-def _scale_steps(cfg: CfgNode, max_iter: int) -> None:
-    """Move the drops of the learning rate if the schedule, of ``max_iter``, was shortened below one."""
-    steps = cfg.SOLVER.STEPS
-    if cfg.SOLVER.MAX_ITER <= max(steps, default=0) < max_iter:
-        scaled = {step * cfg.SOLVER.MAX_ITER // max_iter for step in steps}
-        cfg.SOLVER.STEPS = tuple(sorted(scaled - {0}))
-        log.warning(
-            "SOLVER.STEPS %s: scaled to %s with SOLVER.MAX_ITER",
-            steps,
-            cfg.SOLVER.STEPS,
-        )
-
-
 def _use_recipe(cfg: CfgNode, request: RunRequest) -> dict[str, str]:
     """Set keys by the training data (``--auto``), or only the schedule (``--epochs``).
 
@@ -157,8 +140,9 @@ def _use_recipe(cfg: CfgNode, request: RunRequest) -> dict[str, str]:
     ]
     if not sources or len(sources) < len(cfg.DATASETS.TRAIN):
         listed = ", ".join(cfg.DATASETS.TRAIN) or "no dataset"
+        flag = "--auto" if request.auto else "--epochs"
         raise ConfigError(
-            f"--auto: no COCO file to train on ({listed}). Fix: give --train-json."
+            f"{flag}: no COCO file to train on ({listed}). Fix: give --train-json."
         )
 
     given = given_keys(request.config_file, request.opts)
@@ -176,28 +160,30 @@ def evaluate(prepared: PreparedRun) -> dict:
     """Build the model, load its weights and evaluate it on ``DATASETS.TEST``."""
     request = prepared.request
     cfg = prepared.cfg
-    weights = start_run(
+    run = open_run(
         cfg,
         eval_only=True,
         resume=request.resume,
         allow_partial=request.allow_partial,
         ignore_preflight=request.ignore_preflight,
-    ).weights
-    model = load_model(
-        cfg,
-        checkpoint=weights.checkpoint(),
-        device=cfg.MODEL.DEVICE,
-        allow_partial=request.allow_partial,
     )
-    log.info("norms: %s", norm_summary(model))
-    if not request.allow_partial:
-        check_same_start(model, weights)
-    if cfg.MODEL.COMPILE:
-        model.get_submodule("backbone").compile()
+    with run.lock:
+        model = load_model(
+            cfg,
+            checkpoint=run.weights.checkpoint(),
+            device=cfg.MODEL.DEVICE,
+            allow_partial=request.allow_partial,
+        )
+        log.info("norms: %s", norm_summary(model))
+        if not request.allow_partial:
+            check_same_start(model, run.weights)
+        if cfg.MODEL.COMPILE:
+            model.get_submodule("backbone").compile()
 
-    results = Trainer.test(cfg, model)
-    if cfg.TEST.AUG.ENABLED:
-        results.update(Trainer.test_with_TTA(cfg, model))
+        results = Trainer.test(cfg, model)
+        if cfg.TEST.AUG.ENABLED:
+            results.update(Trainer.test_with_TTA(cfg, model))
+
     if comm.is_main_process():
         verify_results(cfg, results)
     return results

@@ -1,4 +1,4 @@
-"""Detectron2's DefaultTrainer with exact resume, safe checkpoints and diagnosed failures."""
+"""Detectron2's DefaultTrainer with exact resume and safe checkpoints."""
 
 import importlib.util
 import logging
@@ -33,11 +33,16 @@ from detectron2.evaluation import (
 )
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
-from detectron2.utils.events import EventWriter
+from detectron2.utils.events import (
+    CommonMetricPrinter,
+    EventWriter,
+    JSONWriter,
+    TensorboardXWriter,
+)
 from detectron2.utils.file_io import PathManager
 from fvcore.nn.precise_bn import get_bn_modules
 
-from ...atomic import AtomicPathManager, remove_unfinished
+from ...atomic import AtomicPathManager
 from ...config import changed_config
 from ...errors import ConfigError, NonFiniteError
 from ...norms.listing import norm_summary
@@ -56,11 +61,11 @@ from ..images import ImageNamingMapper
 from ..images.augmentations import training_mapper
 from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
 from .folder import METRICS, earlier_run, remove_files, stale_output
-from .hooks import BestWeights, LossGuard, SignalHook, TrainingEnded, WeightAverage
-from .logs import TrackerWriter, end_last_line
+from .hooks import BestWeights, SignalHook, TrainingEnded, WeightAverage
+from .logs import end_last_line
 from .optimizer import accumulated_step, set_norm_decay
 from .randomness import INITIAL_WEIGHTS, STEP, seed_generators
-from .start import check_same_start, start_run
+from .start import check_same_start, open_run
 from .training_data import TrainingData, build_training_data
 
 log = logging.getLogger(__name__)
@@ -71,9 +76,9 @@ _WEIGHTS_ONLY = "leave out --resume and set MODEL.WEIGHTS to the checkpoint, to 
 class Trainer(DefaultTrainer):
     """Detectron2's default trainer with COCO evaluation of boxes and masks.
 
-    Data errors name the image, a non-finite loss is diagnosed, checkpoints are written atomically
-    and read safely, and several processes also work on the CPU. An iteration is one optimizer step
-    with ``SOLVER.ACCUMULATE`` batches.
+    Data errors name the image, checkpoints are written atomically and read safely, and several
+    processes also work on the CPU. An iteration is one optimizer step with ``SOLVER.ACCUMULATE``
+    batches.
 
     All random numbers follow from the seed of the run, which is ``SEED``, or random if that is
     negative. Checkpoints store the seed and the position in the data: a resumed run equals an
@@ -117,7 +122,7 @@ class Trainer(DefaultTrainer):
         if leaves_loss_out:
             cfg = changed_config(cfg, {"TEST.LOSS": False})
 
-        self._start = start_run(
+        self._run = open_run(
             cfg,
             resume=resume,
             overwrite=overwrite,
@@ -125,7 +130,7 @@ class Trainer(DefaultTrainer):
             ignore_preflight=ignore_preflight,
             own_evaluator=self._overrides("build_evaluator"),
         )
-        self.start: LazyCheckpoint | None = self._start.weights
+        self.start_weights: LazyCheckpoint | None = self._run.weights
         self._resume = resume
         if leaves_loss_out:
             name = type(self).__name__
@@ -134,7 +139,7 @@ class Trainer(DefaultTrainer):
             )
 
         self.allow_partial = allow_partial
-        with self._start.lock as lock:
+        with self._run.lock as lock:
             self._build(cfg)
             self._lock = lock.pop_all()
 
@@ -155,7 +160,7 @@ class Trainer(DefaultTrainer):
         model = self.build_model(cfg)
         optimizer = self.build_optimizer(cfg, model)
         loader = self.build_train_loader(cfg)
-        self._loss_guard = LossGuard(model)
+        self._unwrapped = model  # which DistributedDataParallel may wrap
         device_ids = None if cfg.MODEL.DEVICE == "cpu" else [comm.get_local_rank()]
         parallel = create_ddp_model(
             model, broadcast_buffers=False, device_ids=device_ids
@@ -297,11 +302,18 @@ class Trainer(DefaultTrainer):
         return built
 
     def build_writers(self) -> list[EventWriter]:
-        end_last_line(Path(self.cfg.OUTPUT_DIR, METRICS))
-        writers = super().build_writers()
-        if self.cfg.TRACKER:
-            writers.append(TrackerWriter(self.cfg, new=self._start.overwrites))
-        return writers
+        folder = self.cfg.OUTPUT_DIR
+        metrics = Path(folder, METRICS)
+        end_last_line(metrics)
+        start = self._run.weights
+        purge_step = None  # the first step that TensorBoard takes from this run
+        if start.opened and start.resumed:
+            purge_step = _next_iteration(start.opened.metadata, start.address)
+        return [
+            CommonMetricPrinter(self.max_iter),
+            JSONWriter(str(metrics)),
+            TensorboardXWriter(folder, purge_step=purge_step),
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         state = TrainerBase.state_dict(self)
@@ -309,10 +321,8 @@ class Trainer(DefaultTrainer):
         # it by this name.
         state["_trainer"] = self._trainer.state_dict()
         state["seed"] = self.record.seed
-        if hasattr(self._loss_guard.model, LOSS_NORMALIZER):
-            state[LOSS_NORMALIZER] = float(
-                getattr(self._loss_guard.model, LOSS_NORMALIZER)
-            )
+        if hasattr(self._unwrapped, LOSS_NORMALIZER):
+            state[LOSS_NORMALIZER] = float(getattr(self._unwrapped, LOSS_NORMALIZER))
         if isinstance(self.data_loader, TrainingData):
             state["data"] = self.data_loader.state_dict()
         return state
@@ -330,7 +340,7 @@ class Trainer(DefaultTrainer):
 
             if LOSS_NORMALIZER in state_dict:
                 value = float(state_dict[LOSS_NORMALIZER])
-                setattr(self._loss_guard.model, LOSS_NORMALIZER, value)
+                setattr(self._unwrapped, LOSS_NORMALIZER, value)
             self._load_seed(state_dict.get("seed"))
             self._load_data_position(state_dict)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -376,10 +386,10 @@ class Trainer(DefaultTrainer):
         folder = self.cfg.OUTPUT_DIR
         if resume is None:
             resume = self._resume is not False
-        start = self.start or open_start_weights(
+        start = self.start_weights or open_start_weights(
             self.cfg.MODEL.WEIGHTS, folder if resume else ""
         )
-        self.start = None  # its tensors would be kept during the training
+        self.start_weights = None  # its tensors would be kept during the training
         if start.resumed and not resume:
             raise ConfigError(earlier_run(folder))
 
@@ -418,22 +428,24 @@ class Trainer(DefaultTrainer):
                 self._trainer.iter = self.iter  # after v0.6 its metrics read it
                 accumulated_step(self._trainer, self.cfg.SOLVER.ACCUMULATE)
         except (FloatingPointError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            cause = self._loss_guard.explain(
-                autocast=isinstance(self._trainer, AMPTrainer)
-            )
-            raise NonFiniteError(f"iteration {self.iter}: {error}\n{cause}") from error
+            raise NonFiniteError(
+                f"iteration {self.iter}: {error}\nFix: lower SOLVER.BASE_LR, lengthen "
+                "SOLVER.WARMUP_ITERS or set SOLVER.CLIP_GRADIENTS.ENABLED True; in the first "
+                "iterations, also look for NaN in your own images."
+            ) from error
 
     def train(self) -> dict | None:
         """Train to ``SOLVER.MAX_ITER``; return the results of the last evaluation, or None.
 
         A loss that is not finite is a NonFiniteError.
         """
-        if self.start and self.start.resumed:
+        unloaded = self.start_weights
+        if unloaded and unloaded.resumed:
             raise ConfigError(earlier_run(self.cfg.OUTPUT_DIR))
-        if self.start and self.start.address:
+        if unloaded and unloaded.address:
             log.warning(
                 "MODEL.WEIGHTS ('%s'): not loaded. Fix: call resume_or_load() first.",
-                self.start.address,
+                unloaded.address,
             )
         if self.start_iter >= self.max_iter:
             log.warning(
@@ -441,9 +453,7 @@ class Trainer(DefaultTrainer):
                 self.max_iter,
             )
 
-        if comm.is_main_process():
-            remove_unfinished(self.cfg.OUTPUT_DIR)
-        self._start.begin()
+        self._run.begin()
         try:
             with self._lock:
                 super().train()
@@ -496,7 +506,7 @@ class Trainer(DefaultTrainer):
 
     def _validate(self) -> None:
         model = self.checkpointer.model
-        trained = self._loss_guard.model
+        trained = self._unwrapped
         if hasattr(trained, LOSS_NORMALIZER):  # which the averaged model lacks
             setattr(model, LOSS_NORMALIZER, getattr(trained, LOSS_NORMALIZER))
 

@@ -193,15 +193,22 @@ def test_a_value_may_have_an_equals_sign():
     [
         ("SOLVER.BASE_LR", 50),
         ("SOLVER.WEIGHT_DECAY", 0),
+        ("SOLVER.EMA", 0),
         ("MODEL.ROI_HEADS.SCORE_THRESH_TEST", 1),
     ],
 )
-def test_a_whole_number_for_a_rate_is_explained(key, value):
-    with pytest.raises(UserError, match=key):
-        read_config(CONFIG, [key, str(value)])
+def test_a_whole_number_is_a_rate(tmp_path, key, value):
+    *nodes, name = key.split(".")
+    text = f"{name}: {value}"
+    for node in reversed(nodes):
+        text = f"{node}: {{{text}}}"
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"_BASE_: {CONFIG}\n{text}\n")
 
-    fixed = read_config(CONFIG, [key, f"{value}.0"])
-    assert get_value(fixed, key) == value
+    assert get_value(read_config(CONFIG, [key, str(value)]), key) == value
+    assert get_value(read_config(mine), key) == value
+    with pytest.raises(UserError, match=key):
+        read_config(CONFIG, [key, "high"])
 
 
 @pytest.mark.parametrize(

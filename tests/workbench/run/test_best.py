@@ -176,6 +176,8 @@ def test_a_stop_while_the_best_weights_are_written_repeats_the_evaluation(
 
     def stopped(manager, path, mode="r", **options):
         if "w" in mode and path.endswith("model_best.pth") and stops.pop(0):
+            kept = Path(path).with_name("inference") / "model_best_results.json"
+            assert not kept.exists(), "of earlier weights"
             signal.raise_signal(signal.SIGTERM)
         return write(manager, path, mode, **options)
 
@@ -271,6 +273,19 @@ def test_best_weights_of_other_validation_images_or_without_a_score_are_not_kept
     run(folder, "--resume", *flags, SOLVER__MAX_ITER=4, **classes)
     assert checkpoint(folder, "best")["iteration"] == 2
     assert best_predictions(folder) == 6
+
+
+@pytest.mark.parametrize("best", ["bbox/AP", "bbox/APl", "validation/total_loss"])
+def test_a_score_of_objects_that_the_validation_lacks_is_refused(tmp_path, best):
+    write_photos(tmp_path, photo_names(6))
+    train = tmp_path / "annotations.json"
+    without_objects = {**json.loads(train.read_text()), "annotations": []}
+    (tmp_path / "val.json").write_text(json.dumps(without_objects))
+    flags = [f"--{part}-images={tmp_path}/photos" for part in ("train", "val")]
+    flags += [f"--train-json={train}", f"--val-json={tmp_path}/val.json"]
+
+    with pytest.raises(PreflightError, match=rf"TEST.BEST \('{best}'\).*no object"):
+        run(tmp_path / "run", *flags, TEST__BEST=best, TEST__LOSS=True)
 
 
 def test_a_trainer_with_its_own_validation_data_has_no_losses_on_it(tmp_path):

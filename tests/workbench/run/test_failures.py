@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from gw_detectron.errors import DataError, FileAccessError, NonFiniteError
-from gw_detectron.layers import BatchWhitening2d
 from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.run import Trainer
-from gw_detectron.workbench.run.hooks import LossGuard
 from gw_detectron.workbench.run.training_data import build_training_data
 
 from ...tiny_run import arguments, config_of
@@ -30,64 +28,26 @@ def trainer_for(tmp_path, **overrides) -> Trainer:
     )
 
 
-class TestNonFinite:
-    # the second stops before there is a loss
-    @pytest.mark.parametrize("norm", ["GW", "GW:solver=zca"])
-    def test_an_image_with_nan_is_named(self, tmp_path, norm):
-        class WithNan(Trainer):
-            @classmethod
-            def build_train_loader(cls, cfg):
-                for batch in super().build_train_loader(cfg):
-                    batch[1]["image"] = batch[1]["image"].float()
-                    batch[1]["image"][0, 3, 5] = float("nan")
-                    batch[1]["file_name"] = "pictures/broken.tif"
-                    yield batch
+# the second stops before there is a loss
+@pytest.mark.parametrize("norm", ["GW", "GW:solver=zca"])
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_changes_the_weights(
+    tmp_path, norm
+):
+    class WithNan(Trainer):
+        @classmethod
+        def build_train_loader(cls, cfg):
+            for batch in super().build_train_loader(cfg):
+                batch[1]["image"] = batch[1]["image"].float()
+                batch[1]["image"][0, 3, 5] = float("nan")
+                yield batch
 
-        trainer = WithNan(
-            config_of(arguments(tmp_path, MODEL__RESNETS__WHITEN_NORM=norm))
-        )
-        with pytest.raises(NonFiniteError, match=r"iteration 0.*\n.*broken.tif"):
-            trainer.train()
+    trainer = WithNan(config_of(arguments(tmp_path, MODEL__RESNETS__WHITEN_NORM=norm)))
 
-    @pytest.mark.parametrize(
-        ("name", "value"), [("res3.0.conv2.norm", float("inf")), ("res4.0.conv1", 3e38)]
-    )
-    def test_the_first_bad_module_is_named_in_the_error_and_the_log(
-        self, tmp_path, name, value
-    ):
-        trainer = trainer_for(tmp_path)
-        with (
-            torch.no_grad()
-        ):  # the second is finite itself, but not after the convolution
-            trainer.model.get_submodule(f"backbone.bottom_up.{name}").weight.fill_(
-                value
-            )
-        with pytest.raises(NonFiniteError, match=rf"\n.*first module .*{name}[. ]"):
-            trainer.train()
-        log = (tmp_path / "log.txt").read_text()
-        assert name in log and "Traceback" not in log
+    with pytest.raises(NonFiniteError, match=r"iteration 0(.|\n)*SOLVER.BASE_LR"):
+        trainer.train()
 
-    @pytest.mark.parametrize(
-        "norm",
-        [torch.nn.SyncBatchNorm(4), BatchWhitening2d(4, sync=True)],
-        ids=lambda n: type(n).__name__,
-    )
-    def test_the_diagnosis_waits_for_no_other_process(self, norm):
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.norm = norm
-
-            def forward(self, batch):
-                return {"loss": self.norm.weight.sum()}
-
-        model = Model()
-        guard = LossGuard(model)
-        model([{"image": torch.zeros(3, 8, 8), "file_name": "a.jpg"}])
-        assert "a.jpg" in guard.explain()
-        assert not norm.training, (
-            "in training its statistics would be those of all processes"
-        )
+    assert all(value.isfinite().all() for value in trainer.model.parameters())
+    assert "Traceback" not in (tmp_path / "log.txt").read_text()
 
 
 def test_an_unexpected_error_keeps_its_traceback_in_the_log(tmp_path):

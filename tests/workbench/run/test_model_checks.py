@@ -93,14 +93,11 @@ def test_a_config_that_cannot_learn(check, changes, words):
 
 
 def test_a_config_that_learns_badly(check):
-    report = check(SOLVER__ACCUMULATE=8, SOLVER__WARMUP_ITERS=3)
+    report = check(SOLVER__WARMUP_ITERS=3)
 
     assert not report.errors
-    warmup, accumulate = report.warnings
+    (warmup,) = report.warnings
     assert "SOLVER.WARMUP_ITERS (3)" in warmup
-    assert "SOLVER.ACCUMULATE (8)" in accumulate
-    assert "over 2 images" in accumulate
-    assert "res2.0.conv1.norm," in accumulate
 
 
 def test_norms_without_a_batch_may_have_one_image(check, tmp_path):
@@ -108,7 +105,6 @@ def test_norms_without_a_batch_may_have_one_image(check, tmp_path):
     torch.save({"model": {}}, path)
 
     assert not check(SOLVER__IMS_PER_BATCH=1, MODEL__RESNETS__NORM="GW").errors
-    assert check(SOLVER__ACCUMULATE=8, MODEL__RESNETS__NORM="GW") == CheckReport()
     evaluated = check(SOLVER__IMS_PER_BATCH=1, eval_only=True, MODEL__WEIGHTS=str(path))
     assert not evaluated.errors
 

@@ -22,7 +22,7 @@ from gw_detectron.workbench.run.folder import (
     remove_files,
     stale_output,
 )
-from gw_detectron.workbench.run.start import start_run
+from gw_detectron.workbench.run.start import open_run
 
 from ...tiny_run import arguments, config_of
 from ..reliability.forked_run import STEP, child, training
@@ -81,7 +81,7 @@ def test_a_checkpoint_to_continue_from_is_chosen_under_the_lock(
 
     with child(hold(tmp_path), tmp_path / "log") as other:
         assert other.wait_for("locked")
-        with pytest.raises(UserError, match="another training"):
+        with pytest.raises(UserError, match="another run"):
             main(arguments(tmp_path, "--resume", **SHORT))
 
     assert not opened
@@ -147,8 +147,8 @@ def earlier(tmp_path):
     return tmp_path
 
 
-def open_run(cfg, eval_only):
-    run = start_run(cfg, eval_only=eval_only, ignore_preflight=True)
+def begin_run(cfg, eval_only):
+    run = open_run(cfg, eval_only=eval_only, ignore_preflight=True)
     with run.lock:
         if not eval_only:
             run.begin()
@@ -184,14 +184,15 @@ def test_the_files_of_a_run_are_deleted_and_no_others(earlier, address):
     assert (earlier / "metrics.json").read_text() == ""
 
 
-def test_a_new_run_deletes_the_metrics_and_the_earlier_evaluation(earlier):
-    """A report would judge the predictions by the dataset and weights of the earlier run."""
+def test_a_new_run_deletes_metrics_and_events_and_the_earlier_evaluation(earlier):
+    """A report or TensorBoard would take them for its own."""
     inference = earlier / "inference"
     for name in ("mine_coco_format.json", "mine_coco_format.json.lock", "other.json"):
         (inference / name).touch()
     before = names(earlier)
 
     clear(earlier, metrics=True, needed=[str(inference / "config.yaml")])
+    before.remove("events.out.tfevents.1")
     assert names(earlier) == before
     assert (earlier / "metrics.json").read_text() == ""
     assert names(inference) == ["config.yaml", "other.json"]
@@ -221,14 +222,37 @@ def test_a_kill_while_a_run_is_replaced_leaves_no_checkpoint_beside_a_new_config
     earlier, small_dataset
 ):
     (earlier / "datasets.yaml").mkdir()  # the record of the datasets cannot be written
-    run = start_run(config_of(arguments(earlier, **SHORT)), overwrite=True)
+    run = open_run(config_of(arguments(earlier, **SHORT)), overwrite=True)
 
     with run.lock, pytest.raises(OSError, match="datasets.yaml"):
         run.begin()
 
-    assert (earlier / "config.yaml").read_text() == "earlier"
+    assert not (earlier / "config.yaml").exists()
     assert not list(earlier.glob("model_*.pth"))
     assert not (earlier / "last_checkpoint").exists()
+
+
+def test_finished_work_is_not_replaced_by_a_run_that_ignores_the_checks(
+    earlier, small_dataset
+):
+    before = {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()}
+
+    with pytest.raises(PreflightError, match="--overwrite"):
+        main(arguments(earlier, "--ignore-preflight", **SHORT))
+
+    after = {path: path.read_bytes() for path in before}
+    assert after == before
+
+
+def test_one_evaluation_at_a_time(tmp_path, small_dataset):
+    main(arguments(tmp_path, **SHORT))
+
+    with child(hold(tmp_path / "inference"), tmp_path / "log") as other:
+        assert other.wait_for("locked")
+        with pytest.raises(UserError, match="inference'.: another run"):
+            main(arguments(tmp_path, "--eval-only", "--resume"))
+
+    assert main(arguments(tmp_path, "--eval-only", "--resume"))
 
 
 def output_errors(folder, resume):
@@ -242,7 +266,7 @@ def test_a_link_to_a_checkpoint_that_was_moved_away(tmp_path):
 
     assert output_errors(tmp_path, resume=False) == []
     (error,) = output_errors(tmp_path, resume=True)
-    assert "there is no other checkpoint" in error
+    assert "start again with --overwrite" in error
 
 
 @pytest.mark.parametrize(
@@ -260,7 +284,6 @@ def test_a_run_that_crashed_before_its_first_checkpoint_is_not_mixed_with_anothe
     "late",
     [
         {"SOLVER__LR_SCHEDULER_NAME": "Other"},
-        {"TRACKER": "other"},
         {"MODEL__WEIGHTS": "w.pth"},
     ],
 )
@@ -293,9 +316,9 @@ def test_the_config_is_replaced_as_a_whole(tmp_path, small_dataset, eval_only):
     first = config_of(arguments(tmp_path, SOLVER__BASE_LR=0.1))
     second = config_of(arguments(tmp_path, SOLVER__BASE_LR=0.2))
 
-    open_run(first, eval_only)
+    begin_run(first, eval_only)
     os.link(path, tmp_path / "earlier.yaml")
-    open_run(second, eval_only)
+    begin_run(second, eval_only)
 
     assert "BASE_LR: 0.1" in (tmp_path / "earlier.yaml").read_text()
     assert "BASE_LR: 0.2" in path.read_text()

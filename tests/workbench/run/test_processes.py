@@ -1,10 +1,13 @@
 """Runs of several processes: gradients of the joint batch, one checkpoint, failing processes."""
 
 import errno
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import synchronize
 from pathlib import Path
 
 import pytest
@@ -213,6 +216,20 @@ def test_a_user_error_or_a_lack_of_memory_is_one_message(capsys, error):
     said = capsys.readouterr().err
     assert ended.value.code == 1 and ended.value.__suppress_context__
     assert str(error) in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.ENOENT])
+def test_shared_memory_that_cannot_be_used_is_named(monkeypatch, capsys, number):
+    class Refused:
+        def __init__(self, *args):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(synchronize._multiprocessing, "SemLock", Refused)
+
+    with pytest.raises(SystemExit), errors_reported():
+        multiprocessing.Lock()
+
+    assert "/dev/shm: [Errno" in capsys.readouterr().err
 
 
 def test_an_error_that_is_not_the_users_keeps_its_traceback():

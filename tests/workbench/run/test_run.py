@@ -128,25 +128,6 @@ class TestFlags:
         with pytest.raises(ConfigError, match="add_gw_config"):
             Trainer(get_cfg())
 
-    @pytest.mark.parametrize(
-        ("max_iter", "steps"), [(900, (60, 80)), (45, (30, 40)), (2, (1,)), (1, ())]
-    )
-    def test_drops_of_the_rate_move_with_a_shortened_schedule(
-        self, tmp_path, max_iter, steps
-    ):
-        base = tmp_path / "base.yaml"
-        base.write_text(
-            f"_BASE_: {CONFIG}\nSOLVER: {{MAX_ITER: 90, STEPS: [60, 80]}}\n"
-        )
-        args = get_parser().parse_args(
-            ["--num-gpus", "0", "SOLVER.MAX_ITER", str(max_iter)]
-        )
-        args.config_file = str(base)
-        assert steps == config_of(args).SOLVER.STEPS
-
-        args.opts += ["SOLVER.STEPS", "(700,)"]
-        assert config_of(args).SOLVER.STEPS == (700,)
-
     @pytest.mark.parametrize("device", ["mps", "xpu", "cuda:1"])
     def test_no_gpu_of_cuda_leaves_another_device_that_is_named(self, device):
         flags = [

@@ -14,6 +14,7 @@ from detectron2.data.datasets import register_coco_instances
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, PreflightError, UserError
 from gw_detectron.weights import LazyCheckpoint
+from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.dataset import source
 from gw_detectron.workbench.run import Trainer
@@ -294,7 +295,7 @@ def begun(cfg_of, tmp_path, split_flags):
     """The folder of a run on 70 % of the photos that has begun; its datasets are forgotten."""
     trainer = Trainer(cfg_of(*split_flags, MODEL__MASK_ON=False))
     with trainer._lock:
-        trainer._start.begin()
+        trainer._run.begin()
     forget()
     return tmp_path
 
@@ -307,7 +308,7 @@ def test_another_split_is_refused_before_anything_is_written(
     before = part.read_text()
     flags = [continues, "--config-file", f"{begun}/config.yaml", *train_flags]
 
-    with pytest.raises(ConfigError, match=r"--val-fraction \(0.6\)"):
+    with pytest.raises(ConfigError, match="--val-fraction: .* was trained on"):
         cfg_of(*flags, "--val-fraction", "0.6")
 
     assert part.read_text() == before
@@ -317,36 +318,6 @@ def test_another_split_under_another_name_is_refused(cfg_of, begun, train_flags)
     flags = ["--resume", "--dataset", "other", *train_flags, "--val-fraction", "0.6"]
     with pytest.raises(ConfigError, match=f"'{begun}/config.yaml' was trained on"):
         cfg_of(*flags)
-
-
-@pytest.fixture
-def evaluate_on(cfg_of, begun, train_flags):
-    """Return a function that reads flags of another validation for the run that has begun."""
-    images = train_flags[3]
-
-    def read(annotations, *flags):
-        flags = [*flags, *data_flags("val", annotations, images), "--dataset", "other"]
-        cfg_of("--config-file", f"{begun}/config.yaml", *flags)
-
-    return read
-
-
-def test_a_validation_on_images_of_the_training_is_a_warning(
-    evaluate_on, begun, train_flags, capsys
-):
-    part = begun / "datasets" / "custom_train.json"
-    copied = shutil.copy(part, begun / "copy.json")
-
-    evaluate_on(part, "--eval-only")  # no accident
-    assert "was trained on" not in capsys.readouterr().out
-
-    evaluate_on(copied, "--eval-only")
-    assert capsys.readouterr().out.count("was trained on") == 1
-
-    evaluate_on(
-        copied, "--resume", *train_flags
-    )  # as the first start, which may have warned
-    assert capsys.readouterr().out.count("was trained on") == 1
 
 
 def test_added_images_are_split_by_the_same_rule(cfg_of, begun):
@@ -385,6 +356,32 @@ def test_a_run_folder_is_enough_to_evaluate(tmp_path, split_flags, one_thread):
     args.config_file = f"{tmp_path}/inference/config.yaml"
     assert config_of(args).DATASETS.TEST == ("table_val",)
     assert len(DatasetCatalog.get("table_val")) == len(images)
+
+
+@pytest.mark.parametrize("kind", ["split", "file"])
+def test_corrected_labels_are_told_when_a_run_is_evaluated(
+    tmp_path, photos, split_flags, train_flags, one_thread, kind
+):
+    run, data = tmp_path / "run", tmp_path / "data"
+    shutil.copytree(photos, data)
+    flags = split_flags
+    if kind == "file":
+        flags = [*train_flags, *data_flags("val", data / "val.json", data / "photos")]
+    flags = [word.replace(f"{photos}/", f"{data}/") for word in flags]
+    main(arguments(run, *flags, MODEL__MASK_ON=False))
+    corrected = data / ("annotations.json" if kind == "split" else "val.json")
+
+    def evaluate():
+        forget()
+        main(get_parser(evaluation=True).parse_args([str(run), "--num-gpus", "0"]))
+        return (run / "inference" / "log.txt").read_text()
+
+    assert "changed since the run" not in evaluate()
+    corrected.write_text(corrected.read_text() + " ")
+    said = evaluate()
+
+    assert f"'{corrected}' has changed since the run" in said
+    assert ("its labels of then" in said) == (kind == "split")
 
 
 @pytest.fixture

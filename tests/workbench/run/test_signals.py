@@ -14,6 +14,8 @@ from gw_detectron.weights import read_weights_file
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.run import Trainer
+from gw_detectron.workbench.run.hooks import SignalHook
+from gw_detectron.workbench.signals import Interrupted
 
 from ...tiny_run import ROOT, arguments, environment, words
 from ..reliability.forked_run import CHECKPOINT, EVALUATION, STEP, child, training
@@ -106,6 +108,22 @@ def test_a_stop_in_the_last_step_skips_the_evaluation(tmp_path):
 
     assert (tmp_path / "run" / "last_checkpoint").read_text() == "model_final.pth"
     assert not run.count(EVALUATION)
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_a_second_ctrl_c_stops_at_once_but_torchruns_own_does_not(
+    monkeypatch, under_torchrun
+):
+    if under_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    hook = SignalHook(checkpoint_period=10)
+    hook._receive(signal.SIGINT, None)
+
+    stops = contextlib.nullcontext() if under_torchrun else pytest.raises(Interrupted)
+    with stops:
+        hook._receive(signal.SIGINT, None)
+
+    assert hook.received == signal.SIGINT
 
 
 def test_handlers_are_restored(tmp_path):

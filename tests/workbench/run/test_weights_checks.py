@@ -257,17 +257,13 @@ class TestResume:
         return str(path)
 
     def test_a_truncated_checkpoint(self, check, output):
-        other = self.checkpoint(output, "model_0000003.pth", age=1)
         path = self.checkpoint(output, "model_0000005.pth")
         os.truncate(path, 1000)
         (output / "last_checkpoint").write_text(path.name)
 
         error = only_error(check(resume=True))
         assert "model_0000005.pth" in error
-        assert "Fix: write model_0000003.pth" in error
-
-        other.unlink()
-        assert "--overwrite" in only_error(check(resume=True))
+        assert "another checkpoint into last_checkpoint" in error
         assert not check(overwrite=True).errors
 
     def test_a_last_checkpoint_that_does_not_exist(self, check, output):
@@ -275,7 +271,6 @@ class TestResume:
 
         error = only_error(check(resume=True))
         assert "last_checkpoint" in error
-        assert "model_0000001.pth" in error
 
         (output / "last_checkpoint").write_text("model_0000009.pth")
         assert "model_0000009.pth" in only_error(check(resume=True))
@@ -288,19 +283,12 @@ class TestResume:
         assert "--resume" in error
         assert "--overwrite" in error
 
-    @pytest.mark.parametrize(
-        ("norm", "tensors"),
-        [
-            ("BW:channels=8", "8 tensors (backbone.fpn_lateral2"),
-            ("GW:groups=8", "16 tensors ("),
-        ],
-    )
-    def test_another_norm_than_the_checkpoints(self, check, output, norm, tensors):
+    @pytest.mark.parametrize("norm", ["BW:channels=8", "GW:groups=8"])
+    def test_another_norm_than_the_checkpoints(self, check, output, norm):
         weights = self.detector(output, MODEL__FPN__NORM="BW:channels=16")
 
         error = only_error(check(resume=True, eval_only=True, MODEL__FPN__NORM=norm))
-        assert tensors in error
-        assert "MODEL.FPN.NORM" in error
+        assert "backbone.fpn_lateral2.norm" in error
         assert "model_0000001.pth" in error
 
         # to start from they may be of another detector
