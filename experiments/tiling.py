@@ -29,7 +29,7 @@ from gw_detectron.layers import ImageStatistics
 from gw_detectron.workbench.console import progress_bar
 from gw_detectron.workbench.images import channels_first
 from gw_detectron.workbench.predict import Predictor, TiledPredictor
-from gw_detectron.workbench.predict.tiled_predictor import Window
+from gw_detectron.workbench.predict.tile_merging import Window
 
 from . import add_reduced, trained_detector
 from .analysis_result import AnalysisResult, findings_of

@@ -26,6 +26,8 @@ _OUT_OF_MEMORY = (
     "Cannot allocate memory",
     "ALLOC_FAILED",
 )
+#: of several scripts; Python calls them not printable
+_SPACES_AND_JOINERS = "\N{NO-BREAK SPACE}\N{IDEOGRAPHIC SPACE}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
 class UserError(Exception):
@@ -158,7 +160,7 @@ def printable(text: str) -> str:
     """Escape control characters, which could change the terminal, and other characters without a glyph."""
     characters = []
     for character in text:
-        if not character.isprintable():
+        if not character.isprintable() and character not in _SPACES_AND_JOINERS:
             character = character.encode("unicode_escape").decode()
         characters.append(character)
     return "".join(characters)

@@ -1,6 +1,7 @@
 """The console of all commands: errors and exit codes, output, progress bars."""
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from ..errors import (
     is_out_of_memory,
     is_user_error,
     message_of,
+    printable,
 )
 from .signals import TERMINATING, Interrupted, interrupt, signals_handled
 
@@ -97,7 +99,8 @@ def report_error(message: str) -> None:
     """Print an error to stderr, with the process number unless it is 0."""
     rank = _rank()
     process = f" in process {rank}" if rank else ""
-    print(f"\nError{process}: {message}", file=sys.stderr, flush=True)
+    lines = "\n".join(map(printable, message.split("\n")))  # with names out of files
+    print(f"\nError{process}: {lines}", file=sys.stderr, flush=True)
 
 
 def _rank() -> int:
@@ -156,6 +159,9 @@ class _Output:
 @contextlib.contextmanager
 def _reader_may_end() -> Iterator[None]:
     """Go on in the body without output, in libraries as well, if the reader of stdout ends."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # a terminal of ASCII shows other characters as escapes, as stderr does
+        sys.stdout.reconfigure(errors="backslashreplace")
     output = _Output(sys.stdout)
     with contextlib.redirect_stdout(output):
         try:

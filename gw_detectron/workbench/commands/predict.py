@@ -8,12 +8,14 @@ a dataset are drawn instead.
 
 import argparse
 import sys
+from collections.abc import Iterator
 
-from ...errors import ConfigError
+from ...errors import ConfigError, printable, summarize_names
 from ...weights import detector_file
 from ...weights.opening import BEST_CHECKPOINT
 from .. import predict as prediction
 from ..console import check_folder
+from ..predict.results_folder import usual_tile
 from ..predict.tiled_predictor import STATISTICS
 from .parsers import MixedParser, new_parser
 
@@ -117,8 +119,8 @@ def main(args: argparse.Namespace) -> bool:
         predictor, sources, args.output, pictures=not args.no_pictures
     )
 
-    for name, reason in summary.failed.items():
-        print(f"{name}: {reason}", file=sys.stderr)
+    for line in _notes(summary, predictor):
+        print(printable(line), file=sys.stderr)
     speed = summary.images / summary.seconds
     print(
         f"{summary.images} images, {summary.detections} objects with a score above "
@@ -128,6 +130,22 @@ def main(args: argparse.Namespace) -> bool:
     print(f"Detector: {detector}{' (the best one by TEST.BEST)' if is_best else ''}")
     print(f"Predictions: {args.output}")
     return not summary.failed
+
+
+def _notes(
+    summary: prediction.PredictionSummary,
+    predictor: prediction.Predictor | prediction.TiledPredictor,
+) -> Iterator[str]:
+    """Say which images were not predicted, or not at their size."""
+    for name, reason in summary.failed.items():
+        yield f"{name}: {reason}"
+    if summary.shrunk:
+        names = summarize_names(summary.shrunk)
+        tile = usual_tile(predictor.cfg)
+        yield (
+            f"shrunk to less than a quarter, which loses small objects: {names}. Fix: give --tiles "
+            f"{tile}."
+        )
 
 
 def _preview(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from matplotlib.colors import hsv_to_rgb
 from torch import Tensor
 
 from ...installation import require_packages
+from .class_names import class_labels
 
 _SMALLEST_SIDE = 480  # longer side of a drawing in pixels: smaller images are enlarged
 _SMALLEST_FONT = 12  # of labels, in points
@@ -76,16 +77,18 @@ def draw_objects(
             return super().draw_box(*args, **kwargs) if masks is None else self.output
 
     names = metadata.get("thing_classes", None)
+    labels = class_labels(tuple(names or ()))
     is_single = names is not None and len(names) == 1
     scale = max(1.0, _SMALLEST_SIDE / max(image.shape[:2]))
     drawing = Contours(image, metadata, scale=scale)
     # which rounds it down, up to 0
     drawing._default_font_size = max(drawing._default_font_size, _SMALLEST_FONT / scale)
 
-    with rc_context({"text.parse_math": False}):  # class names may have dollar signs
+    # class names may have dollar signs
+    with rc_context({"text.parse_math": False, "font.sans-serif": [labels.font]}):
         drawing.overlay_instances(
             boxes=boxes,
-            labels=_labels(names, classes, scores, notes),
+            labels=_labels(labels.names, classes, scores, notes),
             masks=masks,
             keypoints=keypoints,
             assigned_colors=object_colors(
@@ -98,14 +101,14 @@ def draw_objects(
 
 
 def _labels(
-    names: Sequence[str] | None,
+    names: Sequence[str],
     classes: Sequence[int],
     scores: Sequence[float] | None,
     notes: Sequence[str] | None,
 ) -> list[str]:
     """Write class, score and note of each object; the name of the only class is left out."""
     columns: list[Sequence[str]] = []
-    if names is None:
+    if not names:
         columns.append([str(index) for index in classes])
     elif len(names) > 1:
         columns.append([names[index] for index in classes])

@@ -333,22 +333,27 @@ def evenly_spread(items: Sequence[_Item], count: int) -> list[_Item]:
     return [items[index * len(items) // count] for index in range(count)]
 
 
+def evaluation_sides(height: int, width: int, cfg: CfgNode) -> tuple[int, int]:
+    """Return height and width to which evaluation resizes an image."""
+    if not cfg.INPUT.MIN_SIZE_TEST:
+        return height, width
+    sides = ResizeShortestEdge.get_output_shape(
+        height, width, cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
+    )
+    return max(1, sides[0]), max(1, sides[1])  # 1 x 5000 is rounded to 0
+
+
 def evaluation_input(
     pixels: np.ndarray, cfg: CfgNode, scale: float | None = None
 ) -> Tensor:
     """Resize pixels, (H, W, 3), as evaluation does, or by a factor; return (3, H', W') float32."""
     height, width = pixels.shape[:2]
-    if scale is not None:
-        sides = (round(scale * height), round(scale * width))
-    elif cfg.INPUT.MIN_SIZE_TEST:
-        sides = ResizeShortestEdge.get_output_shape(
-            height, width, cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
-        )
+    if scale is None:
+        sides = evaluation_sides(height, width, cfg)
     else:
-        sides = (height, width)
+        sides = (max(1, round(scale * height)), max(1, round(scale * width)))
 
-    at_least_one = (max(1, side) for side in sides)  # 1 x 5000 is rounded to 0
-    resize = ResizeTransform(height, width, *at_least_one)
+    resize = ResizeTransform(height, width, *sides)
     return channels_first(resize.apply_image(pixels))
 
 

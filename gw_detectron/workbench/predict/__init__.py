@@ -3,10 +3,12 @@
 from ..images.drawing import draw_predictions, draw_record
 from .predictor import Predictor, open_predictor
 from .preview import write_preview
-from .results_folder import check_output, find_sources, write_predictions
+from .results_folder import PredictionSummary, check_output, write_predictions
+from .sources import find_sources
 from .tiled_predictor import TiledPredictor
 
 __all__ = [
+    "PredictionSummary",
     "Predictor",
     "TiledPredictor",
     "check_output",

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _FILES = (COUNTS, PICTURES)  # no folder lacks the first
 _PREVIEW = "preview"  # name of the dataset
+_LONGEST_STEM = 200  # bytes of a file name that names a picture
 _PERCENTILES = (0.5, 99.5)  # black and white of images with more than 8 bits
 
 
@@ -68,7 +69,8 @@ def write_preview(
         bar = progress_bar(records, desc="drawing", unit="image")
         for number, record in enumerate(bar, start=1):
             pixels = read_image(record["file_name"], "RGB", _PERCENTILES)
-            name = f"{number}_{Path(record['file_name']).stem}.jpg"
+            stem = os.fsencode(Path(record["file_name"]).stem)[:_LONGEST_STEM]
+            name = f"{number}_{os.fsdecode(stem)}.jpg"
             drawn = Image.fromarray(draw_record(pixels, metadata, record))
             drawn.save(folder / PICTURES / name, quality=95)
     return len(records)

@@ -1,40 +1,41 @@
-"""Find images and videos, predict on them, and write a folder of results."""
+"""Predict on images and videos, and write a folder of results."""
 
 import csv
-import glob
 import json
 import logging
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from detectron2.data import Metadata
+from detectron2.config import CfgNode
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 from PIL import Image
 
 from ...atomic import atomic_folder, check_replaceable
+from ...config import training_sides
 from ...errors import (
     ConfigError,
     DataError,
-    FileAccessError,
     MissingFileError,
     first_line,
     is_out_of_memory,
+    printable,
 )
 from ...installation import require_packages
 from ..console import progress_bar
-from ..images import BROWSER_SUFFIXES, find_images, open_image, read_image
-from ..images.drawing import draw_predictions
+from ..dataset.source import classes_of
+from ..images import evaluation_sides
+from .pictures import Drawer, picture_name
 from .predictor import Predictor
-from .tiled_predictor import TiledPredictor, shrunk
+from .sources import ImageSource
+from .tiled_predictor import TiledPredictor
 
 log = logging.getLogger(__name__)
 
@@ -43,115 +44,22 @@ IMAGES = "images.json"
 COUNTS = "counts.csv"
 PICTURES = "pictures"
 _FILES = (RESULTS, IMAGES, COUNTS, PICTURES)  # no folder lacks the first
-_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
-_FRAMES_PER_SECOND = 25.0  # of a video that does not tell
+_FORMULA = ("=", "+", "-", "@")  # first characters, to spreadsheets
+_MUCH_SMALLER = 4  # an image that is shrunk so many times loses small objects
 _Rows = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class ImageSource:
-    """An image or video file."""
-
-    path: Path  # absolute
-    name: str  # unique: the path relative to the folder that all sources share
-
-    @property
-    def is_video(self) -> bool:
-        return self.path.suffix.lower() in _VIDEOS
-
-    def images(
-        self, percentiles: Sequence[float] = (), *, windows: bool = False
-    ) -> Iterator[Any]:
-        """Yield the image, or a video's frames, (H, W, 3) RGB uint8.
-
-        An image is turned upright by its EXIF entry; gray values become RGB, transparency is
-        dropped.
-
-        Args:
-            percentiles: ``INPUT.PERCENTILES``.
-            windows: open an image by :func:`~gw_detectron.workbench.images.open_image`.
-        """
-        if self.is_video:
-            yield from self._frames()
-        elif windows:
-            yield open_image(self.path, percentiles)
-        else:
-            yield read_image(self.path, "RGB", percentiles)
-
-    def video(self) -> Any:
-        require_packages(f"video ('{self.path}')", "cv2")
-        import cv2
-
-        return cv2.VideoCapture(str(self.path))
-
-    def _frames(self) -> Iterator[np.ndarray]:
-        capture = self.video()
-        import cv2
-
-        count = 0
-        is_read, frame = capture.read()
-        while is_read:
-            count += 1
-            yield np.ascontiguousarray(frame[:, :, ::-1])
-            is_read, frame = capture.read()
-
-        expected = capture.get(cv2.CAP_PROP_FRAME_COUNT)  # an estimate
-        if count < max(1, 0.9 * expected):
-            raise DataError(
-                f"video ('{self.path}'): {count} of about {expected:.0f} frames can be read. Fix: "
-                "repair it or give another one."
-            )
-
-
-def find_sources(inputs: Iterable[str | os.PathLike[str]]) -> list[ImageSource]:
-    """Find the images and videos that files, folders and patterns such as ``photos/**/*.jpg`` name.
-
-    A folder means the images below it; a file that is named twice is taken once. Those of a folder
-    or pattern are sorted by path.
-    """
-    folders: list[str] = []
-    paths: list[str] = []
-    for given in inputs:
-        if os.path.isdir(given):
-            folders.append(os.path.abspath(given))
-            paths += map(os.path.abspath, find_images(given))
-        else:
-            files = [os.path.abspath(path) for path in _find_files(os.fspath(given))]
-            folders += map(os.path.dirname, files)
-            paths += files
-
-    if not folders:
-        raise DataError(
-            "inputs: none. Fix: give images, a folder, a pattern or a video."
-        )
-    shared = os.path.commonpath(folders)
-    unique = dict.fromkeys(paths)
-    return [ImageSource(Path(path), os.path.relpath(path, shared)) for path in unique]
-
-
-def _find_files(given: str) -> list[str]:
-    if os.path.isfile(given):  # its name may look like a pattern
-        return [given]
-    files = sorted(filter(os.path.isfile, glob.glob(given, recursive=True)))
-    if not files:
-        raise MissingFileError(
-            f"input ('{given}'): not found (cwd: {os.getcwd()}). Fix: give images, a folder, a "
-            "pattern or a video."
-        )
-    return files
 
 
 @dataclass
 class PredictionSummary:
     """Counts of a prediction."""
 
-    output: str
     images: int = 0  # and frames
     detections: int = 0
     seconds: float = 0.0  # for reading, prediction and drawing
-    failed: dict[str, str] = field(
-        default_factory=dict
-    )  # source -> why it was left out
+    #: source -> why it was left out
+    failed: dict[str, str] = field(default_factory=dict)
+    #: sources that the model sees much smaller, which loses small objects
+    shrunk: list[str] = field(default_factory=list)
 
 
 def check_output(
@@ -190,124 +98,137 @@ def write_predictions(
         require_packages("pictures", "cv2")
 
     begin = time.perf_counter()
-    summary = PredictionSummary(os.fspath(output))
-    predictions = _Predictions(predictor.metadata)
-    has_videos = any(source.is_video for source in sources)
-    total = None if has_videos else len(sources)
-    bar = progress_bar(desc="predicting", unit="image", total=total)
-    with atomic_folder(output, _FILES) as folder, bar:
-        names = {source.name for source in sources}
+    run = _Prediction(predictor, sources)
+    with atomic_folder(output, _FILES) as folder:
         try:
-            for source in sources:
-                picture = (
-                    folder / PICTURES / _picture_name(source, names)
-                    if pictures
-                    else None
-                )
-                try:
-                    for entry, instances in _predict(predictor, source, picture):
-                        predictions.add(entry, instances)
-                        bar.update()
-                except Exception as error:
-                    summary.failed[source.name] = _why_left_out(error)
-
-            if not predictions.images:
-                reason = next(iter(summary.failed.values()), "")  # of the first one
-                raise DataError(
-                    f"inputs ({len(sources)}): none can be predicted: {reason}"
-                )
-            predictions.write(folder)
+            run.predict(folder / PICTURES if pictures else None)
+            run.write(folder)
         except BaseException:  # also Ctrl-C
-            if predictions.images:
-                predictions.write(folder)
-                shutil.rmtree(partial, ignore_errors=True)
-                os.rename(folder, partial)
-                log.warning(
-                    f"not complete; images done until now: {len(predictions.images)}, in "
-                    f"'{partial}'."
-                )
+            if run.images:
+                _keep(run, folder, partial)
             raise
 
-    summary.images = len(predictions.images)
-    summary.detections = len(predictions.results)
-    summary.seconds = round(time.perf_counter() - begin, 3)
-    return summary
+    run.summary.seconds = round(time.perf_counter() - begin, 3)
+    return run.summary
 
 
-def _why_left_out(error: Exception) -> str:
-    """Return why a source is left out; raise other errors again."""
-    if isinstance(error, (DataError, MissingFileError)):
-        return str(error)
-    if is_out_of_memory(error):
-        reason = f"out of memory: {first_line(error)}"
-        return f"{reason}. Fix: give --tiles, smaller ones, or --device cpu."
-    raise error
+def _keep(run: "_Prediction", folder: Path, partial: Path) -> None:
+    """Move what was done to the folder of partial results."""
+    try:
+        run.write(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.rename(folder, partial)
+        log.warning(
+            f"not complete; images done until now: {len(run.images)}, in '{partial}'."
+        )
 
 
-def _predict(
-    predictor: Predictor | TiledPredictor, source: ImageSource, picture: Path | None
-) -> Iterator[tuple[dict[str, Any], Instances]]:
-    """Predict on the images of a source and draw them.
-
-    Yields:
-        the image's entry in ``images.json``, and its objects.
-    """
-    images = source.images(
-        predictor.cfg.INPUT.PERCENTILES, windows=isinstance(predictor, TiledPredictor)
-    )
-    with closing(_Drawer(source, picture, predictor.metadata)) as drawer:
-        for index, image in enumerate(images):
-            instances = predictor(image)
-            drawer.draw(image, instances)
-
-            entry: dict[str, Any] = {"file_name": source.name}
-            if source.is_video:
-                entry["frame"] = index
-            height, width, _ = image.shape
-            yield {**entry, "height": height, "width": width}, instances
+def usual_tile(cfg: CfgNode) -> int:
+    """Return a side of tiles in pixels: images of this size are trained on as they are."""
+    shorter, _ = training_sides(cfg)
+    return round(shorter)
 
 
-class _Predictions:
-    """Rows of the files, with the dataset's category ids and names, where they are known."""
+class _Prediction:
+    """Images and objects until now, with the dataset's category ids and names."""
 
-    def __init__(self, metadata: Metadata) -> None:
+    def __init__(
+        self, predictor: Predictor | TiledPredictor, sources: Sequence[ImageSource]
+    ) -> None:
+        self.predictor = predictor
+        self.sources = sources
+        self.is_tiled = isinstance(predictor, TiledPredictor)
+        self.summary = PredictionSummary()
         self.images: _Rows = []
         self.results: _Rows = []
-        numbers = metadata.get("thing_dataset_id_to_contiguous_id", {})
-        ids = {index: number for number, index in numbers.items()}
-        self._categories = {
-            index: {"id": ids.get(index, index), "name": name}
-            for index, name in enumerate(metadata.get("thing_classes", []))
+        classes = classes_of(predictor.metadata)
+        self.categories = {
+            index: {"id": number, "name": name}
+            for index, (number, name) in enumerate(classes.items())
         }
 
-    def add(self, entry: dict[str, Any], instances: Instances) -> None:
-        """Add an image, by its entry in ``images.json``, and its objects."""
+    def predict(self, pictures: Path | None) -> None:
+        """Predict on all sources that can be read; draw them in a folder if one is given."""
+        names = {source.name for source in self.sources}
+        has_videos = any(source.is_video for source in self.sources)
+        total = None if has_videos else len(self.sources)
+        bar = progress_bar(desc="predicting", unit="image", total=total)
+        with bar:
+            for number, source in enumerate(self.sources):
+                picture = None
+                if pictures is not None:
+                    picture = pictures / picture_name(source, names, number)
+                try:
+                    for _ in self._predict(source, picture):
+                        bar.update()
+                except Exception as error:
+                    self.summary.failed[source.name] = self._why_left_out(error)
+
+        if not self.images:
+            reason = next(iter(self.summary.failed.values()), "")  # of the first one
+            raise DataError(
+                f"inputs ({len(self.sources)}): none can be predicted: {reason}"
+            )
+
+    def _predict(self, source: ImageSource, picture: Path | None) -> Iterator[None]:
+        """Predict on one image after the other of a source, and draw them."""
+        images = source.images(
+            self.predictor.cfg.INPUT.PERCENTILES, windows=self.is_tiled
+        )
+        with closing(Drawer(source, picture, self.predictor.metadata)) as drawer:
+            for index, image in enumerate(images):
+                instances = self.predictor(image)
+                drawer.draw(image, instances)
+                self._add(source, index, instances)
+                yield
+
+    def _add(self, source: ImageSource, index: int, instances: Instances) -> None:
+        """Add an image and its objects."""
         number = len(self.images) + 1
-        self.images.append({"id": number, **entry})
-        place = {
-            key: value for key, value in entry.items() if key in ("file_name", "frame")
-        }
+        height, width = instances.image_size
+        place: dict[str, Any] = {"file_name": source.name}
+        if source.is_video:
+            place["frame"] = index
+        self.images.append({"id": number, **place, "height": height, "width": width})
+
+        seen, _ = evaluation_sides(height, width, self.predictor.cfg)
+        if height > _MUCH_SMALLER * seen and not self.is_tiled and not index:
+            self.summary.shrunk.append(source.name)
+
         for result in _coco_results(instances, number):
             index = result.pop("category_id")
             unnamed = {"id": index, "name": str(index)}
-            category = self._categories.setdefault(index, unnamed)
-            self.results.append(
-                {
-                    "image_id": result.pop("image_id"),
-                    **place,
-                    "category_id": category["id"],
-                    "category_name": category["name"],
-                    **result,
-                }
-            )
+            category = self.categories.setdefault(index, unnamed)
+            row = {
+                "image_id": result.pop("image_id"),
+                **place,
+                "category_id": category["id"],
+                "category_name": category["name"],
+                **result,
+            }
+            self.results.append(row)
+
+    def _why_left_out(self, error: Exception) -> str:
+        """Return why a source is left out; raise other errors again."""
+        if isinstance(error.__cause__, Image.DecompressionBombError):
+            return f"more than 179 megapixels. Fix: give --tiles {usual_tile(self.predictor.cfg)}."
+        if isinstance(error, (DataError, MissingFileError)):
+            return str(error)
+        if is_out_of_memory(error):
+            reason = f"out of memory: {first_line(error)}"
+            return f"{reason}. Fix: give --tiles, smaller ones, or --device cpu."
+        raise error
 
     def write(self, folder: Path) -> None:
-        categories = [self._categories[index] for index in sorted(self._categories)]
-        write_counts(folder / COUNTS, self.images, categories, self.results)
+        categories = [self.categories[index] for index in sorted(self.categories)]
         rows = [f"\n{json.dumps(result)}" for result in self.results]
         (folder / RESULTS).write_text(f"[{','.join(rows)}\n]\n")
         listed = {"images": self.images, "annotations": [], "categories": categories}
         (folder / IMAGES).write_text(json.dumps(listed, indent=1) + "\n")
+        write_counts(folder / COUNTS, self.images, categories, self.results)
+        self.summary.images = len(self.images)
+        self.summary.detections = len(self.results)
 
 
 def _coco_results(instances: Instances, image_id: int) -> _Rows:
@@ -324,75 +245,20 @@ def write_counts(path: Path, images: _Rows, categories: _Rows, objects: _Rows) -
     keys = ["file_name"]
     if any("frame" in image for image in images):
         keys.append("frame")
-
-    names = [category["name"] for category in categories]
+    names = [_cell(category["name"]) for category in categories]
 
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([*keys, *names, "all"])
         for image in images:
-            place = [image.get(key, "") for key in keys]
+            place = [_cell(image.get(key, "")) for key in keys]
             numbers = [counts[image["id"], category["id"]] for category in categories]
             writer.writerow([*place, *numbers, sum(numbers)])
 
 
-def _picture_name(source: ImageSource, names: Collection[str]) -> str:
-    """Return the name of a drawn picture or video.
-
-    Browsers show it. A name with an appended suffix is not in ``names``, those of other sources.
-    """
-    end = ".mp4" if source.is_video else ".png"
-    kept = (end,) if source.is_video else BROWSER_SUFFIXES
-    if source.name.lower().endswith(kept):
-        return source.name
-
-    name = source.name + end
-    while name in names:
-        name += end
-    return name
-
-
-class _Drawer:
-    """Draw the objects of a source, and write the picture or an mp4 file.
-
-    A video has the size of its first frame. Without a path, nothing is drawn.
-    """
-
-    def __init__(
-        self, source: ImageSource, path: Path | None, metadata: Metadata
-    ) -> None:
-        self.source = source
-        self.path = path
-        self.metadata = metadata
-        self.video: Any = None
-
-    def draw(self, image: Any, instances: Instances) -> None:
-        if self.path is None:
-            return
-
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        small, shown = shrunk(image, instances)
-        drawn = draw_predictions(small, self.metadata, shown)
-        if not self.source.is_video:
-            Image.fromarray(drawn).save(self.path, quality=95)
-            return
-        if self.video is None:
-            self.video = self._open_video(self.path, drawn.shape[1::-1])
-        bgr = drawn[:, :, ::-1]
-        self.video.write(np.ascontiguousarray(bgr))
-
-    def _open_video(self, path: Path, size: Sequence[int]) -> Any:
-        import cv2
-
-        rate = self.source.video().get(cv2.CAP_PROP_FPS) or _FRAMES_PER_SECOND
-        codec = cv2.VideoWriter.fourcc(*"mp4v")
-        video = cv2.VideoWriter(str(path), codec, rate, size)
-        if not video.isOpened():
-            raise FileAccessError(
-                f"video ('{path.name}'): OpenCV cannot write mp4. Fix: use --no-pictures."
-            )
-        return video
-
-    def close(self) -> None:
-        if self.video is not None:
-            self.video.release()
+def _cell(value: Any) -> Any:
+    """Escape a text, and mark it with ' if a spreadsheet would compute it."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.startswith(_FORMULA) else text

@@ -19,7 +19,7 @@ from gw_detectron.workbench.images import (
     upright_size,
 )
 from gw_detectron.workbench.images.image_files import scale_to_8_bits
-from gw_detectron.workbench.predict.results_folder import ImageSource
+from gw_detectron.workbench.predict.sources import ImageSource
 
 PERCENTILES = (0.5, 99.5)
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
-from detectron2.config import CfgNode
 from detectron2.data import Metadata
 from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
 from PIL import Image
 
+from gw_detectron.config import default_config
 from gw_detectron.weights import RUN_RECORD_KEY, RunRecord
 
 from ..export.tiny_networks import detector_config
@@ -63,7 +63,7 @@ def photos(tmp_path, photo):
 class Handmade:
     """Find a square in its upper left corner and an object of low score in every image."""
 
-    score_threshold, cfg = 0.5, CfgNode({"INPUT": {"PERCENTILES": ()}})
+    score_threshold, cfg = 0.5, default_config()
     metadata = Metadata(
         thing_classes=["fork", "cup"], thing_dataset_id_to_contiguous_id={2: 0, 7: 1}
     )

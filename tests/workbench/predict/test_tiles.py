@@ -19,7 +19,7 @@ from gw_detectron.errors import ConfigError, DataError
 from gw_detectron.workbench.commands.predict import get_parser, main
 from gw_detectron.workbench.images import open_image, read_image
 from gw_detectron.workbench.predict import Predictor, TiledPredictor, open_predictor
-from gw_detectron.workbench.predict.tiled_predictor import shrunk
+from gw_detectron.workbench.predict.pictures import shrunk
 
 from .conftest import Handmade
 

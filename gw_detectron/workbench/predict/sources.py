@@ -1,0 +1,109 @@
+"""Images and videos to predict on: find the files, read their pixels."""
+
+import glob
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import DataError, MissingFileError
+from ...installation import require_packages
+from ..images import find_images, open_image, read_image
+
+_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """An image or video file."""
+
+    path: Path  # absolute
+    name: str  # unique: the path relative to the folder that all sources share
+
+    @property
+    def is_video(self) -> bool:
+        return self.path.suffix.lower() in _VIDEOS
+
+    def images(
+        self, percentiles: Sequence[float] = (), *, windows: bool = False
+    ) -> Iterator[Any]:
+        """Yield the image, or a video's frames, (H, W, 3) RGB uint8.
+
+        An image is turned upright by its EXIF entry; gray values become RGB, transparency is
+        dropped.
+
+        Args:
+            percentiles: ``INPUT.PERCENTILES``.
+            windows: open an image by :func:`~gw_detectron.workbench.images.open_image`.
+        """
+        if self.is_video:
+            yield from self._frames()
+        elif windows:
+            yield open_image(self.path, percentiles)
+        else:
+            yield read_image(self.path, "RGB", percentiles)
+
+    def video(self) -> Any:
+        require_packages(f"video ('{self.path}')", "cv2")
+        import cv2
+
+        return cv2.VideoCapture(str(self.path))
+
+    def _frames(self) -> Iterator[np.ndarray]:
+        capture = self.video()
+        import cv2
+
+        count = 0
+        is_read, frame = capture.read()
+        while is_read:
+            count += 1
+            yield np.ascontiguousarray(frame[:, :, ::-1])
+            is_read, frame = capture.read()
+
+        expected = capture.get(cv2.CAP_PROP_FRAME_COUNT)  # an estimate
+        if count < max(1, 0.9 * expected):
+            raise DataError(
+                f"video ('{self.path}'): {count} of about {expected:.0f} frames can be read. Fix: "
+                "repair it or give another one."
+            )
+
+
+def find_sources(inputs: Iterable[str | os.PathLike[str]]) -> list[ImageSource]:
+    """Find the images and videos that files, folders and patterns such as ``photos/**/*.jpg`` name.
+
+    A folder means the images below it; a file that is named twice is taken once. Those of a folder
+    or pattern are sorted by path.
+    """
+    folders: list[str] = []
+    paths: list[str] = []
+    for given in inputs:
+        if os.path.isdir(given):
+            folders.append(os.path.abspath(given))
+            paths += map(os.path.abspath, find_images(given))
+        else:
+            files = [os.path.abspath(path) for path in _find_files(os.fspath(given))]
+            folders += map(os.path.dirname, files)
+            paths += files
+
+    if not folders:
+        raise DataError(
+            "inputs: none. Fix: give images, a folder, a pattern or a video."
+        )
+    shared = os.path.commonpath(folders)
+    unique = dict.fromkeys(paths)
+    return [ImageSource(Path(path), os.path.relpath(path, shared)) for path in unique]
+
+
+def _find_files(given: str) -> list[str]:
+    if os.path.isfile(given):  # its name may look like a pattern
+        return [given]
+    files = sorted(filter(os.path.isfile, glob.glob(given, recursive=True)))
+    if not files:
+        raise MissingFileError(
+            f"input ('{given}'): not found (cwd: {os.getcwd()}). Fix: give images, a folder, a "
+            "pattern or a video."
+        )
+    return files
