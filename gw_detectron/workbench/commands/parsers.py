@@ -67,3 +67,14 @@ def new_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **options,
     )
+
+
+def add_mix_flag(parser: argparse.ArgumentParser, effect: str) -> None:
+    """Add ``--mix``; the help begins with its effect."""
+    parser.add_argument(
+        "--mix",
+        default="",
+        metavar="M",
+        help=f"{effect} a share of each image's statistics in the BN layers of the backbone, for photos that look "
+        "different from the training photos: a number from 0 to 1, e.g. 0.3, or a norm name such as MixBN:alpha=0.3",
+    )

@@ -17,7 +17,7 @@ from .. import predict as prediction
 from ..console import check_folder
 from ..predict.results_folder import usual_tile
 from ..predict.tiled_predictor import STATISTICS
-from .parsers import MixedParser, new_parser
+from .parsers import MixedParser, add_mix_flag, new_parser
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -83,6 +83,7 @@ def get_parser() -> argparse.ArgumentParser:
         choices=STATISTICS,
         help="GW and GN see the whole image (default), or each tile (faster)",
     )
+    add_mix_flag(parser, "predict with")
     add("--no-pictures", action="store_true", help="draw no pictures")
     add("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
     add(
@@ -182,6 +183,7 @@ def _open_predictor(
         score_threshold=args.score_threshold,
         device=args.device,
         class_names=names,
+        mix=args.mix,
     )
     if args.tiles is None:
         return predictor

@@ -84,6 +84,7 @@ def open_predictor(
     score_threshold: float = 0.5,
     device: str | None = None,
     class_names: Sequence[str] | None = None,
+    mix: str = "",
 ) -> Predictor:
     """Open the predictor of a run folder or a checkpoint.
 
@@ -94,6 +95,8 @@ def open_predictor(
         score_threshold: scores above it are predicted.
         device: ``cpu`` or ``cuda``; default: a GPU, if there is one.
         class_names: default: the checkpoint's record, else the datasets in the config.
+        mix: image statistics in the BN layers of the backbone, see
+            :func:`gw_detectron.norms.mix_statistics`; "" for none.
     """
     if not 0 <= score_threshold <= 1:
         raise ConfigError(
@@ -114,7 +117,7 @@ def open_predictor(
     cfg.MODEL.RETINANET.SCORE_THRESH_TEST = score_threshold
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    detector = load_model(cfg, checkpoint=checkpoint, device=device)
+    detector = load_model(cfg, checkpoint=checkpoint, device=device, mix=mix)
     metadata = _metadata(cfg, trained_classes(checkpoint), class_names)
     return Predictor(detector, cfg, metadata, score_threshold)
 

@@ -39,7 +39,7 @@ _EVALUATION = (
 # config.yaml, datasets.yaml and datasets/ stay until the new run, which may read them, writes its own. log.txt stays.
 _EVENTS = "events.out.tfevents.*"  # of TensorBoard
 _RUN = ("last_checkpoint", "model_*.pth", METRICS, _EVENTS)
-_FOLDERS = ("inference", "inference_TTA", "report")
+_FOLDERS = ("inference", "inference_TTA", "inference_mixed", "report")
 
 
 def lock_output(folder: str, *, wait: bool = False) -> IO[str]:

@@ -88,6 +88,8 @@ class RunRequest:
         overwrite: replace an earlier run in ``OUTPUT_DIR``.
         auto: set keys by the training data, see :func:`gw_detectron.auto_config`.
         epochs: passes over the images, in place of ``SOLVER.MAX_ITER``.
+        mix: image statistics in the backbone's BN layers of a second evaluation, see
+            :func:`gw_detectron.norms.mix_statistics`.
         num_gpus: 0 runs on the CPU.
         deterministic: use only deterministic operations of torch.
         allow_partial, ignore_preflight: see :class:`gw_detectron.workbench.Trainer`.
@@ -102,6 +104,7 @@ class RunRequest:
     overwrite: bool = False
     auto: bool = False
     epochs: float | None = None
+    mix: str = ""
     num_gpus: int = 1
     deterministic: bool = False
     allow_partial: bool = False

@@ -100,6 +100,11 @@ def _resolved(request: RunRequest) -> RunRequest:
         raise ConfigError(
             f"--overwrite: given together with {other} the earlier run. Fix: give one of the two."
         )
+    if request.mix and not request.eval_only:
+        raise ConfigError(
+            f"--mix ({request.mix!r}): only evaluates. Fix: give it to gw-detectron eval, or train with "
+            "MODEL.RESNETS.WHITEN_NORM MixGW."
+        )
     config_file, opts = request.config_file, request.opts
     if request.run:
         weights = detector_file(request.run)
@@ -181,6 +186,8 @@ def evaluate(prepared: PreparedRun) -> dict:
             model.get_submodule("backbone").compile()
 
         results = Trainer.test(cfg, model)
+        if request.mix:
+            results.update(Trainer.test_mixed(cfg, model, request.mix))
         if cfg.TEST.AUG.ENABLED:
             results.update(Trainer.test_with_TTA(cfg, model))
 
