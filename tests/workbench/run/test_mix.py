@@ -1,0 +1,72 @@
+"""``--mix``: evaluation and prediction with image statistics in a BN detector that was not trained for it."""
+
+import numpy as np
+import pytest
+import torch
+
+from gw_detectron.errors import ConfigError, NormError
+from gw_detectron.layers import MixedBatchNorm2d, MixedWhitening2d
+from gw_detectron.workbench.commands.train import run_here as main
+from gw_detectron.workbench.predict import open_predictor
+
+from ...loggers import reset_loggers
+from ...tiny_run import arguments
+
+pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
+BN = {"MODEL__RESNETS__NORM": "BN", "MODEL__RESNETS__WHITEN_POSITIONS": ""}
+
+
+@pytest.fixture(scope="module")
+def run(small_dataset, tmp_path_factory):
+    """The output folder of a finished run with BN; not to be changed but by evaluations."""
+    folder = tmp_path_factory.mktemp("bn")
+    main(arguments(folder, **BN, DATASETS__TEST="()"))
+    reset_loggers()
+    return folder
+
+
+def test_an_evaluation_has_both_scores(run):
+    results = main(arguments(run, "--eval-only", "--resume", "--mix", "0.3", **BN))
+
+    assert set(results) == {"bbox", "segm", "bbox_mixed", "segm_mixed"}
+    assert (run / "inference" / "coco_instances_results.json").is_file()
+    assert (run / "inference_mixed" / "coco_instances_results.json").is_file()
+
+    plain = main(arguments(run, "--eval-only", "--resume", **BN))
+    assert plain["bbox"] == pytest.approx(results["bbox"], nan_ok=True)
+
+
+def test_a_training_does_not_take_it(tmp_path):
+    with pytest.raises(ConfigError, match="--mix .*eval"):
+        main(arguments(tmp_path, "--mix", "0.3"))
+
+
+def test_a_detector_without_bn_is_refused(tmp_path):
+    gn = {"MODEL__RESNETS__NORM": "GN", "MODEL__RESNETS__WHITEN_POSITIONS": ""}
+    main(arguments(tmp_path, **gn, DATASETS__TEST="()"))
+
+    with pytest.raises(NormError, match=r"--mix \('0.3'\): the backbone has no BN"):
+        main(arguments(tmp_path, "--eval-only", "--resume", "--mix", "0.3", **gn))
+
+
+@pytest.mark.parametrize(
+    ("mix", "layer"),
+    [("0.3", MixedWhitening2d), ("MixBN:alpha=0.5", MixedBatchNorm2d)],
+)
+def test_a_predictor_mixes_in_the_backbone_only(run, mix, layer):
+    photo = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
+    plain = open_predictor(run, device="cpu")
+    mixed = open_predictor(run, device="cpu", mix=mix)
+
+    layers = {
+        name
+        for name, module in mixed.model.named_modules()
+        if isinstance(module, layer)
+    }
+    assert len(layers) == 20
+    assert all(name.startswith("backbone.bottom_up.") for name in layers)
+    with torch.no_grad():
+        pixels = plain.model.preprocess_image([plain.input(photo)]).tensor
+        before = plain.model.backbone(pixels)["p3"]
+        after = mixed.model.backbone(pixels)["p3"]
+    assert not torch.allclose(before, after, atol=1e-3)
