@@ -343,26 +343,26 @@ def _measure(
         keys = {**norm_keys(norm), "SOLVER.BASE_LR": 1e-6, "SEED": SEARCH_SEED}
         requests[norm] = what.request(folder, keys, scored=False)
 
-    def run(part: Path, start: Callable[[], BaseProcess]) -> dict[str, Any]:
-        (part / RESULT).unlink(missing_ok=True)
-        process = start()
-        try:
-            return result_of(part, process)
-        finally:
-            stop([process])
-
-    costs = Costs(**run(folder, lambda: processes.start(measure, folder, requests)))
+    costs = Costs(**_wait(folder, processes.start(measure, folder, requests)))
     for norm, seconds in costs.times.items():
         report(f"  {norm}: {1000 * seconds:.0f} ms")
-
     if not what.minutes:
         return costs
+
     job = Job(what.norms[0], min(rates), SEARCH_SEED, LEAST_ITERATIONS)
+    folder = folder / "run"
     begin = time.monotonic()
-    run(folder / "run", lambda: _start(what, cfg, job, 1, processes, folder / "run"))
+    _wait(folder, _start(what, cfg, job, 1, processes, folder))
     seconds = time.monotonic() - begin
-    rest = seconds - costs.evaluation - LEAST_ITERATIONS * costs.times[job.norm]
+    rest = seconds - costs.evaluation - job.iterations * costs.times[job.norm]
     return costs._replace(start=max(rest, costs.start))
+
+
+def _wait(folder: Path, process: BaseProcess) -> dict[str, Any]:
+    try:
+        return result_of(folder, process)
+    finally:
+        stop([process])
 
 
 def _run_folder(what: Comparison, job: Job) -> Path:

@@ -47,7 +47,8 @@ class Processes:
 
     def start(self, work: Callable[..., Any], folder: Path, *args: Any) -> BaseProcess:
         """Start ``work(folder, *args)`` on the GPU with the fewest processes."""
-        (folder / LOG).unlink(missing_ok=True)  # an earlier attempt's
+        for name in (LOG, RESULT):  # of an earlier attempt
+            (folder / name).unlink(missing_ok=True)
         busy: list[str | None] = [
             process.name for process in multiprocessing.active_children()
         ]

@@ -181,7 +181,7 @@ def _scores(
     cfg: CfgNode, fingerprints: Mapping[str, Fingerprint]
 ) -> dict[str, tuple[Sequence[str], str]]:
     """Return datasets and score by the names that an evaluation logs: dataset (of several), task, score."""
-    found = {}
+    found: dict[str, tuple[Sequence[str], str]] = {}
     for dataset in cfg.DATASETS.TEST:
         prefix = f"{dataset}/" if len(cfg.DATASETS.TEST) > 1 else ""
         classes = MetadataCatalog.get(dataset).get("thing_classes") or []

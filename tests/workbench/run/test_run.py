@@ -23,6 +23,8 @@ from detectron2.structures import Boxes, Instances
 from detectron2.utils import comm
 from pycocotools.coco import COCO
 from safetensors.torch import save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
@@ -186,6 +188,18 @@ class TestFlags:
         ):
             assert words in log
         assert "\x1b" not in log + before
+
+
+def test_tensorboard_shows_a_step_that_a_resumed_run_repeats_once(copy, tmp_path):
+    with SummaryWriter(str(tmp_path)) as killed:
+        killed.add_scalar("total_loss", 9.0, 3)
+
+    main(arguments(tmp_path, "--resume", SOLVER__MAX_ITER=4, DATASETS__TEST="()"))
+
+    events = EventAccumulator(str(tmp_path)).Reload()
+    losses = {event.step: event.value for event in events.Scalars("total_loss")}
+    assert len(losses) == len(events.Scalars("total_loss"))
+    assert losses[3] != 9
 
 
 class TestWeights:
