@@ -86,7 +86,8 @@ def files_limited_to(size):
 
 
 def test_a_disk_full_during_a_checkpoint_leaves_the_earlier_one(tmp_path):
-    checkpointer = trainer_for(tmp_path).checkpointer
+    trainer = trainer_for(tmp_path)  # its checkpointer refers to it weakly
+    checkpointer = trainer.checkpointer
     checkpointer.save("model_0000001")
     file = tmp_path / "model_0000001.pth"
     good = file.read_bytes()
