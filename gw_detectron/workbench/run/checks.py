@@ -125,10 +125,11 @@ def _check_schedule(cfg: CfgNode, report: CheckReport) -> None:
                 f"SOLVER.{key} ({solver[key]}): not 1 or more. Fix: set it, or leave it out."
             )
     has_steps = "Step" in solver.LR_SCHEDULER_NAME
-    if has_steps and any(step >= solver.MAX_ITER for step in solver.STEPS):
-        report.errors.append(
-            f"SOLVER.STEPS ({tuple(solver.STEPS)}): the run ends before a step (SOLVER.MAX_ITER {solver.MAX_ITER}). "
-            'Fix: set earlier steps, or "()" for a constant learning rate.'
+    late = [step for step in solver.STEPS if step >= solver.MAX_ITER]
+    if has_steps and late:
+        report.warnings.append(
+            f"SOLVER.STEPS ({tuple(solver.STEPS)}): the run ends (SOLVER.MAX_ITER {solver.MAX_ITER}) before "
+            f"{len(late)} of its steps, so the learning rate decays less. Fix: set earlier steps."
         )
     if solver.WARMUP_ITERS >= solver.MAX_ITER:
         report.warnings.append(

@@ -72,7 +72,7 @@ def _check_frozen_norms(
     # with FREEZE_AT it is reported already
     if from_scratch and frozen and cfg.MODEL.BACKBONE.FREEZE_AT == 0:
         report.errors.append(
-            f"{_norm_keys(cfg, model, frozen)}: {len(frozen)} layers have fixed statistics (first: {frozen[0]}). "
+            f"{_norm_keys(cfg, model, frozen)}: {len(frozen)} layers have fixed statistics (first: {_kind(model, frozen[0])} {frozen[0]}). "
             "Without MODEL.WEIGHTS they have no statistics and normalize nothing. Fix: set it to GN or GW, or give "
             "MODEL.WEIGHTS."
         )
@@ -81,16 +81,19 @@ def _check_frozen_norms(
     new = [name for name in frozen if not name.startswith(bottom_up)]
     if new:
         report.warnings.append(
-            f"{_norm_keys(cfg, model, new)}: {len(new)} layers have fixed statistics (first: {new[0]}). ImageNet "
+            f"{_norm_keys(cfg, model, new)}: {len(new)} layers have fixed statistics (first: {_kind(model, new[0])} {new[0]}). ImageNet "
             "weights have no statistics for them. Fix: set it to GN or GW, unless MODEL.WEIGHTS is a whole detector."
         )
 
 
+def _kind(model: nn.Module, layer: str) -> str:
+    """Return the norm name of a layer, without options."""
+    return str(norm_spec(model.get_submodule(layer))).partition(":")[0]
+
+
 def _norm_keys(cfg: CfgNode, model: nn.Module, layers: Sequence[str]) -> str:
     """Name the config keys that gave layers their norm."""
-    kinds = {
-        str(norm_spec(model.get_submodule(name))).partition(":")[0] for name in layers
-    }
+    kinds = {_kind(model, name) for name in layers}
     keys = [
         key for key in NORM_KEYS if str(get_value(cfg, key)).partition(":")[0] in kinds
     ]
@@ -113,6 +116,13 @@ def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: CheckReport) -> N
             f"normalize over a batch of one image (first: {single[0]}), whose statistics are noisy. Fix: set "
             f"{_norm_keys(cfg, model, single)} to GN or GW, give two or more images per process, or pass "
             "--ignore-preflight to train with it."
+        )
+    batches = cfg.SOLVER.ACCUMULATE
+    if images and batches > 1:
+        report.warnings.append(
+            f"SOLVER.ACCUMULATE ({batches}): {len(images)} layers normalize each batch by itself (first: "
+            f"{next(iter(images))}), not over the {batches} batches of an iteration. Fix: use GW, GN or FrozenBN, or "
+            "raise SOLVER.IMS_PER_BATCH instead."
         )
 
 

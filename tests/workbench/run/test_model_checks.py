@@ -256,7 +256,6 @@ def test_test_time_augmentation_that_detectron2_does_not_have(
             {"MODEL__RESNETS__NORM": "GN", "MODEL__RESNETS__WHITEN_NORM": "GN"},
         ),
         ({"MODEL__RESNETS__NORM": "FrozenBN"}, {"MODEL__RESNETS__NORM": "GW"}),
-        ({"SOLVER__STEPS": (30, 45), "SOLVER__MAX_ITER": 45}, {"SOLVER__STEPS": ()}),
     ],
 )
 def test_the_advice_is_followed_and_the_run_starts(check, mistake, advised):
@@ -269,6 +268,14 @@ def test_the_advice_is_followed_and_the_run_starts(check, mistake, advised):
         assert key.replace("__", ".") in error
         assert str(value) in fix
     assert not check(**mistake | advised).errors
+
+
+def test_a_run_that_ends_before_its_steps_is_a_warning(check):
+    report = check(SOLVER__STEPS=(30, 45), SOLVER__MAX_ITER=45)
+
+    (warning,) = [text for text in report.warnings if "SOLVER.STEPS" in text]
+    assert "1 of its steps" in warning
+    assert not report.errors
 
 
 def test_mixed_statistics_before_frozen_convolutions_are_a_warning():
