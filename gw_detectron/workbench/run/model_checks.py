@@ -72,7 +72,8 @@ def _check_frozen_norms(
     # with FREEZE_AT it is reported already
     if from_scratch and frozen and cfg.MODEL.BACKBONE.FREEZE_AT == 0:
         report.errors.append(
-            f"{_norm_keys(cfg, model, frozen)}: {len(frozen)} layers have fixed statistics (first: {_kind(model, frozen[0])} {frozen[0]}). "
+            f"{_norm_keys(cfg, model, frozen)}: {len(frozen)} layers have fixed statistics (first: "
+            f"{_kind(model, frozen[0])} {frozen[0]}). "
             "Without MODEL.WEIGHTS they have no statistics and normalize nothing. Fix: set it to GN or GW, or give "
             "MODEL.WEIGHTS."
         )
@@ -81,7 +82,8 @@ def _check_frozen_norms(
     new = [name for name in frozen if not name.startswith(bottom_up)]
     if new:
         report.warnings.append(
-            f"{_norm_keys(cfg, model, new)}: {len(new)} layers have fixed statistics (first: {_kind(model, new[0])} {new[0]}). ImageNet "
+            f"{_norm_keys(cfg, model, new)}: {len(new)} layers have fixed statistics (first: "
+            f"{_kind(model, new[0])} {new[0]}). ImageNet "
             "weights have no statistics for them. Fix: set it to GN or GW, unless MODEL.WEIGHTS is a whole detector."
         )
 
