@@ -22,7 +22,6 @@ from .formats import (
     PARITY,
     ExportedFile,
     check_channels,
-    check_format,
     describe_images,
     random_pixels,
     write_parity,
@@ -148,7 +147,6 @@ def export_backbone(
         FileAccessError: ``output`` holds other files.
         MissingPackageError: a package that the format needs is not installed.
     """
-    check_format(file_format)
     if not fpn and isinstance(backbone, FPN):
         backbone = backbone.bottom_up
 

@@ -27,13 +27,6 @@ PARITY = "parity.json"
 _PACKAGES = ("detectron2", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime")
 
 
-def check_format(file_format: str) -> None:
-    if file_format not in FORMATS:
-        raise ExportError(
-            f"file_format ({file_format!r}): unknown. Fix: use one of {', '.join(FORMATS)}."
-        )
-
-
 def check_channels(preprocessing: Preprocessing) -> None:
     channels = preprocessing.input_format
     counts = {len(preprocessing.pixel_mean), len(preprocessing.pixel_std)}
@@ -112,7 +105,12 @@ def write_program(program: Any, path: Path) -> ExportedFile:
 
     It is a FeatureExtractor, DetectorProgram or OneImageProgram.
     """
-    if path.suffix == ".onnx":
+    file_format = path.suffix[1:]
+    if file_format not in FORMATS:
+        raise ExportError(
+            f"file_format ({file_format!r}): unknown. Fix: use one of {', '.join(FORMATS)}."
+        )
+    if file_format == "onnx":
         require_packages("format ('onnx')", "onnx", "onnxscript", "onnxruntime")
     with torch.no_grad():
         exported = torch.export.export(
@@ -121,7 +119,7 @@ def write_program(program: Any, path: Path) -> ExportedFile:
             dynamic_shapes=program.dynamic_shapes(),
             strict=False,
         )
-    if path.suffix == ".onnx":
+    if file_format == "onnx":
         return _write_onnx(program, exported, path)
 
     file = (
