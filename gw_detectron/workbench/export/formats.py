@@ -37,12 +37,10 @@ def check_channels(preprocessing: Preprocessing) -> None:
         )
 
 
-def describe_images(
-    preprocessing: Preprocessing, *, inside: bool, **sizes: int
-) -> dict[str, Any]:
+def describe_images(preprocessing: Preprocessing, **sizes: int) -> dict[str, Any]:
     """Describe the input of a program as plain values, for metadata and reports.
 
-    ``inside``: the program normalizes pixels of 0 to 255 itself, else it takes normalized images.
+    The program normalizes pixels of 0 to 255 itself.
     """
     return {
         "name": "images",
@@ -51,7 +49,6 @@ def describe_images(
         "channels": preprocessing.input_format,
         "pixel_mean": preprocessing.pixel_mean,
         "pixel_std": preprocessing.pixel_std,
-        "inside": inside,
         **sizes,
     }
 
