@@ -1,9 +1,11 @@
 """What reaches a terminal: no control characters of names, and escapes where it has ASCII only."""
 
+import logging
 import subprocess
 import sys
 
 from gw_detectron.workbench.console import report_error
+from gw_detectron.workbench.run.logs import _PlainFormatter
 
 PRINTING = """
 from gw_detectron.workbench.console import errors_reported
@@ -29,3 +31,13 @@ def test_a_terminal_of_ascii_shows_escapes():
     assert done.returncode == 1
     assert done.stdout == "names: \\u7ec6\\u80de, caf\\xe9\n"
     assert done.stderr == "\nError: photos/\\u7ec6\\u80de\\x1b[31m.jpg\n"
+
+
+def test_control_characters_of_log_lines_are_escaped():
+    record = logging.makeLogRecord(
+        {"msg": "\x1b[32mAP\x1b[0m of \x1b]0;title\x07\ud800\nnext line"}
+    )
+
+    line = _PlainFormatter().format(record)
+
+    assert line == "AP of \\x1b]0;title\\x07\\ud800\nnext line"

@@ -18,7 +18,7 @@ from detectron2.utils.events import EventWriter, get_event_storage
 from tqdm import tqdm
 
 from ...config import flat_items
-from ...errors import ConfigError, first_line, is_user_error, message_of
+from ...errors import ConfigError, first_line, is_user_error, message_of, printable
 from ...installation import require_packages
 
 log = logging.getLogger(__name__)
@@ -37,10 +37,14 @@ _FILE_ONLY = {
 
 
 class _PlainFormatter(logging.Formatter):
-    """Leave out the colors of tables, and the traceback of an error that the user can fix."""
+    """Leave out the colors of tables, and the traceback of an error that the user can fix.
+
+    Other control characters are of names in files, and are escaped.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        return _ANSI.sub("", super().format(record))
+        text = _ANSI.sub("", super().format(record))
+        return "\n".join(map(printable, text.split("\n")))
 
     def formatException(self, ei: Any) -> str:
         return (
