@@ -124,8 +124,8 @@ class LoadReport:
         else:
             lines.append(
                 "Fix: set MODEL.RESNETS (DEPTH, NUM_GROUPS, WIDTH_PER_GROUP, NORM, "
-                "WHITEN_POSITIONS) as the weights need it, give other weights, or accept random "
-                "values with --allow-partial."
+                "WHITEN_POSITIONS) as the weights need it, or give other weights. train and eval "
+                "accept random values with --allow-partial."
             )
         raise WeightsError("\n  ".join(lines))
 

@@ -227,11 +227,6 @@ class _Unpickler(pickle._Unpickler):
             raise RefusedFileError(f"it names {path}, which could run code")
         return _ALLOWED[path]
 
-    def get_extension(self, code: int) -> Any:
-        raise RefusedFileError(
-            f"it names a class by its registered number {code}, which could run code"
-        )
-
     def load_build(self) -> None:
         changed = self.stack[-2]
         if not isinstance(changed, (_Array, _Dtype, OrderedDict)):

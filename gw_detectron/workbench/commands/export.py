@@ -28,7 +28,7 @@ from ..dataset.source import class_metadata, classes_of
 from ..export import FORMATS, export_backbone, export_detector, read_image_for
 from .parsers import RunParser, new_parser
 
-_OF_BACKBONES = ("no_fpn", "pixels")
+_OF_BACKBONES = ("no_fpn",)
 _OF_DETECTORS = ("one_image", "paste_masks", "image")
 
 
@@ -37,7 +37,7 @@ def get_parser() -> argparse.ArgumentParser:
         __doc__,
         "output/mydata --output detector --format onnx",
         "output/mydata --output detector --one-image --paste-masks",
-        "output/mydata/model_final.pth --output backbone --backbone --pixels",
+        "output/mydata/model_final.pth --output backbone --backbone",
         kind=RunParser,
     )
     add = parser.add_argument
@@ -74,11 +74,6 @@ def get_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("with --backbone")
     add = group.add_argument
     add("--no-fpn", action="store_true", help="export the ResNet below the FPN")
-    add(
-        "--pixels",
-        action="store_true",
-        help="the file normalizes its input, pixels of 0 to 255",
-    )
     parser.add_argument(
         "opts",
         nargs=argparse.REMAINDER,
@@ -136,7 +131,6 @@ def _export_backbone(
         model.backbone,
         args.output,
         Preprocessing.from_config(cfg),
-        pixels=args.pixels,
         file_format=args.format,
         fpn=not args.no_fpn,
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},

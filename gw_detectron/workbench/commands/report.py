@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ...errors import ConfigError
+from ...errors import ConfigError, printable
 from ..report import PAGE, write_report
 from ..report.comparison_page import PAGE as RUNS
 from ..report.comparison_page import write_side_by_side
@@ -57,7 +57,7 @@ def _report(run: str, output: str | None, options: dict) -> None:
     folder = Path(output or Path(run, "report"))
     numbers = write_report(run, **options, output=folder)
     for entry in numbers["missing"]:
-        print(f"Missing: {', '.join(entry['parts'])}: {entry['reason']}")
+        print(printable(f"Missing: {', '.join(entry['parts'])}: {entry['reason']}"))
     for task, scores in numbers["summary"]["scores"].items():
         if scores["AP"] is not None:
             print(f"{task} AP {scores['AP']:.1f}")

@@ -22,7 +22,6 @@ from .formats import (
     PARITY,
     ExportedFile,
     check_channels,
-    check_format,
     describe_images,
     random_pixels,
     write_parity,
@@ -38,28 +37,23 @@ TOLERANCE = 1e-3
 class FeatureExtractor(nn.Module):
     r"""Copy of a backbone in evaluation mode, on the CPU, in float32.
 
-    .. math:: (p_2, p_3, \dots) = f(x)
-        \quad \text{or} \quad f((\mathrm{pixels} - \mathrm{mean}) / \mathrm{std})
+    .. math:: (p_2, p_3, \dots) = f((\mathrm{pixels} - \mathrm{mean}) / \mathrm{std})
 
     Args:
         backbone: a Detectron2 backbone; it is copied and not changed.
         preprocessing: how images become its input.
-        pixels: whether the function takes pixels of 0 to 255 and normalizes them itself.
 
-    Shape: (N, 3, H, W) -> a tuple of (N, C_i, H / stride_i, W / stride_i) in the order of
+    Shape: pixels of 0 to 255, (N, 3, H, W) -> a tuple of (N, C_i, H / stride_i, W / stride_i) in the order of
     :attr:`names`.
     """
 
     pixel_mean: Tensor
     pixel_std: Tensor
 
-    def __init__(
-        self, backbone: Backbone, preprocessing: Preprocessing, *, pixels: bool = False
-    ) -> None:
+    def __init__(self, backbone: Backbone, preprocessing: Preprocessing) -> None:
         super().__init__()
         check_channels(preprocessing)
         self.preprocessing = preprocessing
-        self.pixels = pixels
         for name in ("pixel_mean", "pixel_std"):
             values = torch.tensor(getattr(preprocessing, name), dtype=torch.float32)
             self.register_buffer(name, values.reshape(1, -1, 1, 1), persistent=False)
@@ -80,21 +74,16 @@ class FeatureExtractor(nn.Module):
         self.smallest_side = (largest_stride // self.multiple + 1) * self.multiple
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        if self.pixels:
-            images = self.normalize(images)
-        features = self.backbone(images)
+        normalized = (images - self.pixel_mean) / self.pixel_std
+        features = self.backbone(normalized)
         return tuple(features[name] for name in self.names)
 
-    def normalize(self, pixels: Tensor) -> Tensor:
-        return (pixels - self.pixel_mean) / self.pixel_std
-
     def sample(self, batch: int, rows: int, columns: int, seed: int = 0) -> Tensor:
-        """Draw random input images; their sides exceed the smallest by multiples of 32 pixels."""
+        """Draw random pixels; the sides exceed the smallest by multiples of 32."""
         step = max(32, self.multiple)
         height = self.smallest_side + rows * step
         width = self.smallest_side + columns * step
-        pixels = random_pixels(batch, self.pixel_mean.numel(), height, width, seed=seed)
-        return pixels if self.pixels else self.normalize(pixels)
+        return random_pixels(batch, self.pixel_mean.numel(), height, width, seed=seed)
 
     def sample_inputs(self) -> dict[str, Tensor]:
         return {"images": self.sample(2, 1, 2)}
@@ -109,7 +98,6 @@ class FeatureExtractor(nn.Module):
     def describe(self) -> dict[str, Any]:
         images = describe_images(
             self.preprocessing,
-            inside=self.pixels,
             multiple_of=self.multiple,
             smallest_side=self.smallest_side,
         )
@@ -121,14 +109,13 @@ def export_backbone(
     output: str | os.PathLike[str],
     preprocessing: Preprocessing,
     *,
-    pixels: bool = False,
     file_format: str = "pt2",
     fpn: bool = True,
     source: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Export a backbone and check the numbers of the exported file.
 
-    The exported function takes one image tensor of any batch size, height and width and returns a
+    The exported function takes one tensor of pixels, 0 to 255, of any batch size, height and width and returns a
     tuple of feature maps. The folder ``output`` gets the exported file and ``parity.json`` (the
     return value), both or none.
 
@@ -137,7 +124,6 @@ def export_backbone(
         output: the folder to create. It may exist if it is empty or holds an earlier export in the
             same format, which is replaced.
         preprocessing: how images become the backbone's input.
-        pixels: whether the exported function normalizes pixels of 0 to 255 itself.
         file_format: ``pt2`` (torch.export) or ``onnx``.
         fpn: False exports the ResNet below an FPN.
         source: origin of the weights, copied to ``parity.json``.
@@ -148,12 +134,11 @@ def export_backbone(
         FileAccessError: ``output`` holds other files.
         MissingPackageError: a package that the format needs is not installed.
     """
-    check_format(file_format)
     if not fpn and isinstance(backbone, FPN):
         backbone = backbone.bottom_up
 
     file = f"backbone.{file_format}"
-    extractor = FeatureExtractor(backbone, preprocessing, pixels=pixels)
+    extractor = FeatureExtractor(backbone, preprocessing)
     with atomic_folder(output, (PARITY, file)) as folder:
         _logger.info("Writing %s", file)
         written = write_program(extractor, folder / file)

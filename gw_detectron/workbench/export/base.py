@@ -182,7 +182,6 @@ class DetectorProgram(nn.Module):
         return {
             "input": describe_images(
                 self.preprocessing,
-                inside=True,
                 multiple_of=1,
                 smallest_side=self.smallest_side,
             ),

@@ -20,7 +20,7 @@ from ...norms.listing import norm_counts
 from ..images import channels_first, evaluation_input, read_image
 from ..images.samples import sample_images
 from .base import DetectorProgram
-from .formats import PARITY, ExportedFile, check_format, write_parity, write_program
+from .formats import PARITY, ExportedFile, write_parity, write_program
 from .meta_arch import detector_program
 from .one_image import OneImageProgram, ResizeProgram
 
@@ -79,7 +79,6 @@ def export_detector(
         FileAccessError: ``output`` holds other files.
         MissingPackageError: a package that the format needs is not installed.
     """
-    check_format(file_format)
     if paste_masks and not one_image:
         raise ExportError(
             "paste_masks (True): images of a batch differ in size. Fix: add one_image "

@@ -27,13 +27,6 @@ PARITY = "parity.json"
 _PACKAGES = ("detectron2", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime")
 
 
-def check_format(file_format: str) -> None:
-    if file_format not in FORMATS:
-        raise ExportError(
-            f"file_format ({file_format!r}): unknown. Fix: use one of {', '.join(FORMATS)}."
-        )
-
-
 def check_channels(preprocessing: Preprocessing) -> None:
     channels = preprocessing.input_format
     counts = {len(preprocessing.pixel_mean), len(preprocessing.pixel_std)}
@@ -44,12 +37,10 @@ def check_channels(preprocessing: Preprocessing) -> None:
         )
 
 
-def describe_images(
-    preprocessing: Preprocessing, *, inside: bool, **sizes: int
-) -> dict[str, Any]:
+def describe_images(preprocessing: Preprocessing, **sizes: int) -> dict[str, Any]:
     """Describe the input of a program as plain values, for metadata and reports.
 
-    ``inside``: the program normalizes pixels of 0 to 255 itself, else it takes normalized images.
+    The program normalizes pixels of 0 to 255 itself.
     """
     return {
         "name": "images",
@@ -58,7 +49,6 @@ def describe_images(
         "channels": preprocessing.input_format,
         "pixel_mean": preprocessing.pixel_mean,
         "pixel_std": preprocessing.pixel_std,
-        "inside": inside,
         **sizes,
     }
 
@@ -112,7 +102,12 @@ def write_program(program: Any, path: Path) -> ExportedFile:
 
     It is a FeatureExtractor, DetectorProgram or OneImageProgram.
     """
-    if path.suffix == ".onnx":
+    file_format = path.suffix[1:]
+    if file_format not in FORMATS:
+        raise ExportError(
+            f"file_format ({file_format!r}): unknown. Fix: use one of {', '.join(FORMATS)}."
+        )
+    if file_format == "onnx":
         require_packages("format ('onnx')", "onnx", "onnxscript", "onnxruntime")
     with torch.no_grad():
         exported = torch.export.export(
@@ -121,7 +116,7 @@ def write_program(program: Any, path: Path) -> ExportedFile:
             dynamic_shapes=program.dynamic_shapes(),
             strict=False,
         )
-    if path.suffix == ".onnx":
+    if file_format == "onnx":
         return _write_onnx(program, exported, path)
 
     file = (

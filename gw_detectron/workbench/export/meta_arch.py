@@ -13,12 +13,9 @@ from detectron2.modeling import FPN, GeneralizedRCNN, RetinaNet
 from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
 from detectron2.modeling.box_regression import Box2BoxTransform
 from detectron2.modeling.meta_arch.dense_detector import permute_to_N_HWA_K
-from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 from detectron2.modeling.poolers import ROIPooler
 from detectron2.modeling.proposal_generator import RPN
-from detectron2.modeling.proposal_generator.rpn import StandardRPNHead
 from detectron2.modeling.roi_heads import (
-    FastRCNNConvFCHead,
     FastRCNNOutputLayers,
     MaskRCNNConvUpsampleHead,
     StandardROIHeads,
@@ -27,10 +24,8 @@ from torch import Tensor, nn
 
 from ...errors import ExportError
 from ...modeling import (
-    GWFastRCNNConvFCHead,
     GWMaskRCNNConvUpsampleHead,
     GWRetinaNet,
-    GWRetinaNetHead,
 )
 from .base import (
     NO_BOX,
@@ -45,26 +40,22 @@ from .base import (
     with_first_row,
 )
 
-# attribute -> the classes that are exported; a subclass may compute something else
-_BOXES = {
+# attribute -> the classes that are exported: how they compute boxes is written again here. All
+# others are called as modules, and the comparison with the model finds what differs.
+_RETINANET = {
     "anchor_generator": (DefaultAnchorGenerator,),
     "box2box_transform": (Box2BoxTransform,),
 }
-_RETINANET = {"head": (RetinaNetHead, GWRetinaNetHead), **_BOXES}
 _RCNN = {
     "proposal_generator": (RPN,),
-    "proposal_generator.rpn_head": (StandardRPNHead,),
-    **{f"proposal_generator.{name}": classes for name, classes in _BOXES.items()},
+    "proposal_generator.anchor_generator": (DefaultAnchorGenerator,),
+    "proposal_generator.box2box_transform": (Box2BoxTransform,),
     "roi_heads": (StandardROIHeads,),
-    "roi_heads.box_pooler": (ROIPooler,),
-    "roi_heads.box_head": (FastRCNNConvFCHead, GWFastRCNNConvFCHead),
+    "roi_heads.box_pooler.level_poolers.0": (ROIAlign,),
     "roi_heads.box_predictor": (FastRCNNOutputLayers,),
     "roi_heads.box_predictor.box2box_transform": (Box2BoxTransform,),
 }
-_MASKS = {
-    "roi_heads.mask_pooler": (ROIPooler,),
-    "roi_heads.mask_head": (MaskRCNNConvUpsampleHead, GWMaskRCNNConvUpsampleHead),
-}
+_MASK_HEADS = (MaskRCNNConvUpsampleHead, GWMaskRCNNConvUpsampleHead)
 
 
 def detector_program(
@@ -79,29 +70,19 @@ def detector_program(
     _check_part("model", model, (GeneralizedRCNN, RetinaNet, GWRetinaNet))
     if not isinstance(model.backbone, FPN):
         _check_part("model.backbone", model.backbone, (FPN,))
-    if not isinstance(model, GeneralizedRCNN):
-        _check_parts(model, _RETINANET)
+    is_rcnn = isinstance(model, GeneralizedRCNN)
+    for name, allowed in (_RCNN if is_rcnn else _RETINANET).items():
+        part = operator.attrgetter(name)(model)
+        _check_part(f"model.{name}", part, allowed)
+    if not is_rcnn:
         return RetinaNetProgram(model, classes)
-    _check_parts(model, _RCNN)
+
     heads: Any = model.roi_heads
     if heads.keypoint_on:
         _refuse("MODEL.KEYPOINT_ON (True): keypoints are not exported")
-    _check_pooler(model, "box_pooler")
     if heads.mask_on:
-        _check_parts(model, _MASKS)
-        _check_pooler(model, "mask_pooler")
+        _check_part("model.roi_heads.mask_head", heads.mask_head, _MASK_HEADS)
     return RCNNProgram(model, classes)
-
-
-def _check_parts(model: nn.Module, parts: Mapping[str, tuple[type, ...]]) -> None:
-    for name, classes in parts.items():
-        part = operator.attrgetter(name)(model)
-        _check_part(f"model.{name}", part, classes)
-
-
-def _check_pooler(model: Any, name: str) -> None:
-    for layer in getattr(model.roi_heads, name).level_poolers:
-        _check_part(f"model.roi_heads.{name}", layer, (ROIAlign,))
 
 
 def _check_part(where: str, part: Any, classes: tuple[type, ...]) -> None:
@@ -137,27 +118,27 @@ class RCNNProgram(DetectorProgram):
         self, features: Mapping[str, Tensor], sizes: Tensor
     ) -> tuple[Tensor, ...]:
         heads = self.model.roi_heads
+        num_classes = self.head.num_classes
         proposals, is_real = _propose(self.model.proposal_generator, features, sizes)
         boxes, scores = _predict(heads, features, proposals)
         is_finite = boxes.isfinite().flatten(2).all(2)
         is_finite &= scores.isfinite().all(2)
 
-        num_classes = self.head.num_classes
+        # one row for each proposal and class
         is_broken = ~is_finite[:, :, None, None]
         boxes = boxes.masked_fill(is_broken, 0)
         boxes = boxes.expand(-1, -1, num_classes, -1)  # class-agnostic ones
         boxes = clip(boxes.flatten(1, 2), sizes)
-
         scores = scores[:, :, :-1]  # without the background
         is_usable = is_finite & is_real
         is_wanted = is_usable[:, :, None] & (scores > self.score_threshold)
-        scores = scores.masked_fill(~is_wanted, NO_BOX).flatten(1)
+        scores = scores.masked_fill(~is_wanted, NO_BOX)
+        scores = scores.flatten(1)
+
         classes = torch.arange(num_classes, device=scores.device)
         classes = classes.repeat(proposals.shape[1])
-        scores = suppress(
-            boxes, scores, classes, num_classes, self.head.test_nms_thresh
-        )
-
+        threshold = self.head.test_nms_thresh
+        scores = suppress(boxes, scores, classes, num_classes, threshold)
         classes = classes.expand_as(scores)
         boxes, scores, classes, count = self.select(boxes, scores, classes)
         if not heads.mask_on:
@@ -179,25 +160,28 @@ class RetinaNetProgram(DetectorProgram):
         self, features: Mapping[str, Tensor], sizes: Tensor
     ) -> tuple[Tensor, ...]:
         model = self.model
+        num_classes = model.num_classes
         maps = [features[name] for name in model.head_in_features]
-        all_boxes, all_scores, all_classes = [], [], []
+        all_boxes = []
+        all_scores = []
+        all_classes = []
         for logits, deltas, anchors in _dense_predictions(model.head, model, maps):
-            scores = permute_to_N_HWA_K(logits, model.num_classes).flatten(1).sigmoid()
-            scores = torch.where(scores > self.score_threshold, scores, NO_BOX)
+            # one row for each anchor and class
+            scores = permute_to_N_HWA_K(logits, num_classes)
+            scores = scores.flatten(1).sigmoid()
+            is_wanted = scores > self.score_threshold
+            scores = scores.masked_fill(~is_wanted, NO_BOX)
             scores, index = top(scores, model.test_topk_candidates)
-            boxes = _decode(model, deltas, anchors, index // model.num_classes)
 
-            all_boxes.append(boxes)
+            all_boxes.append(_decode(model, deltas, anchors, index // num_classes))
             all_scores.append(scores)
-            all_classes.append(index % model.num_classes)
+            all_classes.append(index % num_classes)
 
         boxes = torch.cat(all_boxes, 1)
         scores = torch.cat(all_scores, 1)
         classes = torch.cat(all_classes, 1)
         boxes, scores = finite_only(boxes, scores)
-        scores = suppress(
-            boxes, scores, classes, model.num_classes, model.test_nms_thresh
-        )
+        scores = suppress(boxes, scores, classes, num_classes, model.test_nms_thresh)
         return self.select(clip(boxes, sizes), scores, classes)
 
 
@@ -220,12 +204,12 @@ def _place_anchors(offset: float, feature: Tensor, stride: int, cell: Tensor) ->
     height, width = feature.shape[-2:]
     rows = torch.arange(height, device=cell.device)
     columns = torch.arange(width, device=cell.device)
-    y = (rows + offset) * stride
+    y = (rows[:, None] + offset) * stride
     x = (columns + offset) * stride
-    y = y[:, None].expand(-1, width)
-    x = x.expand(height, -1)
-    corners = torch.stack((x, y, x, y), 2)
-    anchors = corners[:, :, None] + cell
+
+    y, x = torch.broadcast_tensors(y, x)
+    centers = torch.stack((x, y, x, y), 2)
+    anchors = centers[:, :, None] + cell
     return anchors.reshape(-1, 4)
 
 
@@ -234,10 +218,11 @@ def _decode(owner: Any, prediction: Tensor, anchors: Tensor, index: Tensor) -> T
 
     Shape: deltas (N, A * 4, H, W), index (N, K) -> (N, K, 4).
     """
-    deltas = take(permute_to_N_HWA_K(prediction, 4), index)
-    boxes = owner.box2box_transform.apply_deltas(
-        deltas.flatten(0, 1), anchors[index].flatten(0, 1)
-    )
+    all_deltas = permute_to_N_HWA_K(prediction, 4)
+    deltas = take(all_deltas, index)
+    own_anchors = anchors[index].flatten(0, 1)
+    flat_deltas = deltas.flatten(0, 1)
+    boxes = owner.box2box_transform.apply_deltas(flat_deltas, own_anchors)
     return boxes.view_as(deltas)
 
 
@@ -249,12 +234,13 @@ def _propose(
     The second result tells which rows hold one, (N, R).
     """
     maps = [features[name] for name in rpn.in_features]
-    all_boxes, all_scores, all_levels = [], [], []
+    all_boxes = []
+    all_scores = []
+    all_levels = []
     predictions = _dense_predictions(rpn.rpn_head, rpn, maps)
     for level, (logits, deltas, anchors) in enumerate(predictions):
-        scores = permute_to_N_HWA_K(logits, 1).flatten(1)
-        scores, index = top(scores, rpn.pre_nms_topk[False])
-
+        scores = permute_to_N_HWA_K(logits, 1)
+        scores, index = top(scores.flatten(1), rpn.pre_nms_topk[False])
         all_boxes.append(_decode(rpn, deltas, anchors, index))
         all_scores.append(scores)
         all_levels.append(torch.full_like(index[0], level))
@@ -262,6 +248,7 @@ def _propose(
     boxes = torch.cat(all_boxes, 1)
     scores = torch.cat(all_scores, 1)
     levels = torch.cat(all_levels)
+
     boxes, scores = finite_only(boxes, scores)
     boxes = clip(boxes, sizes)
     is_small = (box_sides(boxes) <= rpn.min_box_size).any(2)
@@ -300,18 +287,20 @@ def _masks(
     The mask head runs on the detections and on two empty boxes, as torch.export assumes at least
     two rows.
     """
-    maps = [features[name] for name in heads.mask_in_features]
+    # row 0 is an empty box of class 0
+    all_rois = with_first_row(image_rois(boxes))
+    all_classes = with_first_row(classes.flatten())
     rows = rows_with_dummies(classes >= 0)
-    rois = with_first_row(image_rois(boxes))
-    pooled = pool(heads.mask_pooler, maps, rois[rows])
-    logits = heads.mask_head.layers(pooled)
 
-    kinds = with_first_row(classes.flatten())
+    maps = [features[name] for name in heads.mask_in_features]
+    pooled = pool(heads.mask_pooler, maps, all_rois[rows])
+    logits = heads.mask_head.layers(pooled)
     size = logits.shape[2:]
     if logits.shape[1] > 1:  # one mask per class
-        kind = kinds[rows, None, None, None]
-        logits = logits.gather(1, kind.expand(-1, 1, *size))
-    masks = logits.new_zeros(kinds.shape[0], *size)
+        index = all_classes[rows, None, None, None]
+        logits = logits.gather(1, index.expand(-1, 1, *size))
+
+    masks = logits.new_zeros(all_classes.shape[0], *size)
     probabilities = logits[:, 0].sigmoid()
     masks = masks.index_put((rows,), probabilities)
     return masks[1:].unflatten(0, classes.shape)

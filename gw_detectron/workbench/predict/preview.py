@@ -1,23 +1,25 @@
 """Draw the annotations of a dataset, to look at them before a training."""
 
-import json
 import logging
 import os
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import Metadata
 from PIL import Image
 
 from ...atomic import atomic_folder, check_replaceable
 from ...errors import DataError
 from ...installation import require_packages
 from ..console import progress_bar
-from ..dataset.coco_content import complete_coco, read_json
+from ..dataset.coco_content import (
+    category_names,
+    complete_coco,
+    content_to_records,
+    read_json,
+)
 from ..dataset.datasets_yaml import existing_path
-from ..dataset.source import CocoDataset, CocoDatasets, register_datasets
 from ..images import evenly_spread, read_image
 from ..images.drawing import draw_record
 from .results_folder import COUNTS, PICTURES, write_counts
@@ -25,7 +27,6 @@ from .results_folder import COUNTS, PICTURES, write_counts
 log = logging.getLogger(__name__)
 
 _FILES = (COUNTS, PICTURES)  # no folder lacks the first
-_PREVIEW = "preview"  # name of the dataset
 _LONGEST_STEM = 200  # bytes of a file name that names a picture
 _PERCENTILES = (0.5, 99.5)  # black and white of images with more than 8 bits
 
@@ -46,42 +47,31 @@ def write_preview(
         images, "RUN, with --preview the folder of images", os.path.isdir
     )
 
-    with tempfile.TemporaryDirectory() as work, atomic_folder(output, _FILES) as folder:
+    with atomic_folder(output, _FILES) as folder:
         try:
             content = complete_coco(_drawable(read_json(json_file)))[0]
-            records = evenly_spread(_register(content, images, work), limit)
+            names = category_names(content)
+            records = content_to_records(content, images)
             objects = [row for row in content["annotations"] if not row.get("iscrowd")]
             write_counts(
                 folder / COUNTS, content["images"], content["categories"], objects
             )
-        except (
-            AssertionError,
-            LookupError,
-            TypeError,
-            AttributeError,
-        ) as error:  # pycocotools'
+        except (LookupError, TypeError, AttributeError) as error:
             raise DataError(
                 f"--preview ('{annotations}'): not a file in COCO format: {error!r}."
             ) from error
 
         (folder / PICTURES).mkdir()
-        metadata = MetadataCatalog.get(_PREVIEW)
-        bar = progress_bar(records, desc="drawing", unit="image")
+        metadata = Metadata(thing_classes=[names[number] for number in sorted(names)])
+        chosen = evenly_spread(records, limit)
+        bar = progress_bar(chosen, desc="drawing", unit="image")
         for number, record in enumerate(bar, start=1):
             pixels = read_image(record["file_name"], "RGB", _PERCENTILES)
             stem = os.fsencode(Path(record["file_name"]).stem)[:_LONGEST_STEM]
             name = f"{number}_{os.fsdecode(stem)}.jpg"
             drawn = Image.fromarray(draw_record(pixels, metadata, record))
             drawn.save(folder / PICTURES / name, quality=95)
-    return len(records)
-
-
-def _register(content: Any, images: str, folder: str) -> list[dict]:
-    """Register the content of an annotation file as a dataset; return its records."""
-    dataset = CocoDataset(os.path.join(folder, "annotations.json"), images)
-    Path(dataset.json).write_text(json.dumps(content))
-    register_datasets(CocoDatasets(val={_PREVIEW: dataset}), folder)
-    return DatasetCatalog.get(_PREVIEW)
+    return len(chosen)
 
 
 def _drawable(content: Any) -> Any:

@@ -197,17 +197,12 @@ class _Prediction:
             self.summary.shrunk.append(source.name)
 
         for result in _coco_results(instances, number):
-            index = result.pop("category_id")
+            index = result["category_id"]
             unnamed = {"id": index, "name": str(index)}
             category = self.categories.setdefault(index, unnamed)
-            row = {
-                "image_id": result.pop("image_id"),
-                **place,
-                "category_id": category["id"],
-                "category_name": category["name"],
-                **result,
-            }
-            self.results.append(row)
+            result["category_id"] = category["id"]
+            result["category_name"] = category["name"]
+            self.results.append(result | place)
 
     def _why_left_out(self, error: Exception) -> str:
         """Return why a source is left out; raise other errors again."""

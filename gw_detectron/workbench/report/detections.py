@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from pycocotools.cocoeval import COCOeval
 
 from ..dataset.coco_scores import COCO_TASKS
 from ..dataset.fingerprint import Fingerprint, read_fingerprint
-from ..dataset.geometry import is_polygon
+from ..dataset.geometry import is_polygon, is_run_length
 from ..images import read_image
+from ..images.class_names import shown_names
 from ..images.drawing import draw_record
 from ..run.evaluation import dense_average_precision
 
@@ -75,20 +77,18 @@ class Detections:
 
     cfg: CfgNode
     metadata: Metadata
-    records: Mapping[
-        Any, dict[str, Any]
-    ]  # image id -> record in Detectron2's dataset format
+    # image id -> record in Detectron2's dataset format
+    records: Mapping[Any, dict[str, Any]]
     truth: COCO
     results: Sequence[Entry]
     tasks: Sequence[str]  # of bbox, segm and keypoints
 
-    @property
+    @cached_property
     def classes(self) -> dict[int, str]:
-        """Category id -> name, in the order of the model's classes."""
-        return {
-            number: self.truth.cats[number]["name"]
-            for number in sorted(self.truth.cats)
-        }
+        """Category id -> name as people see it, in the order of the model's classes."""
+        numbers = sorted(self.truth.cats)
+        names = [str(self.truth.cats[number]["name"]) for number in numbers]
+        return dict(zip(numbers, shown_names(names), strict=True))
 
     def file_of(self, image: ImageMatches) -> str:
         return self.truth.imgs[image.image_id]["file_name"]
@@ -159,9 +159,8 @@ class Detections:
         It is that at an IoU, or the mean over COCO's IoUs.
         """
         evaluation = self.evaluations[task]
-        values = evaluation.eval["precision"][
-            :, :, :, 0, -1
-        ]  # (IoUs, recalls, classes)
+        precision = evaluation.eval["precision"]
+        values = precision[:, :, :, 0, -1]  # (IoUs, recalls, classes)
         values = np.where(values < 0, np.nan, values)
         if iou is None:
             return values.mean(0)
@@ -255,6 +254,26 @@ class Detections:
         file = self.records[image_id]["file_name"]
         image = read_image(file, "RGB", self.cfg.INPUT.PERCENTILES)
         return draw_record(image, self.metadata, {"annotations": shown}, notes)
+
+
+def is_usable_result(row: Any, truth: COCO) -> bool:
+    """Return whether pycocotools can evaluate a row of a results file."""
+    try:
+        image = truth.imgs[row["image_id"]]
+        category = truth.cats[row["category_id"]]
+        points = row.get("keypoints", [])
+        is_finite = all(map(math.isfinite, [row["score"], *row["bbox"], *points]))
+        expected = 4 + 3 * len(category["keypoints"] if points else [])
+        is_complete = len(row["bbox"]) + len(points) == expected
+
+        mask = row.get("segmentation")
+        size = (image["height"], image["width"])
+        has_mask = mask is None or (
+            is_run_length(mask, size) and isinstance(mask["counts"], str)
+        )
+        return is_finite and is_complete and has_mask
+    except (ArithmeticError, LookupError, TypeError, AttributeError):
+        return False
 
 
 def _quiet() -> contextlib.redirect_stdout:

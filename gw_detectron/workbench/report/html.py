@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 
 from ...atomic import atomic_folder, atomic_write
+from ...errors import printable
 from ...installation import __version__
 from .page_parts import Picture, Section
 
@@ -62,7 +63,7 @@ th:first-child, td:first-child, .facts td { text-align: left; vertical-align: to
 <div class="scroll{{ '' if table.header else ' facts' }}"><table>
 {% if table.header %}<tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>
 {% endif %}
-{% for row in table.rows %}<tr>{% for value in row %}<td>{{ value | cell }}</td>{% endfor %}</tr>
+{% for row in table.rows %}<tr>{% for value in row %}<td>{{ value }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
 {% endfor %}
 </div>
@@ -86,8 +87,8 @@ def write_page(
         sections: heading -> section.
         missing: the ``parts`` that are missing, with the ``reason``.
     """
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True)
-    environment.filters |= {"key": section_key, "uri": _data_uri, "cell": _cell}
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, finalize=_shown)
+    environment.filters |= {"key": section_key, "uri": _data_uri}
     page = environment.from_string(_HTML).render(
         title=title,
         sections=sections,
@@ -103,10 +104,14 @@ def _data_uri(picture: Picture) -> str:
     return f"data:{picture.media};base64,{content}"
 
 
-def _cell(value: Any) -> Any:
+def _shown(value: Any) -> Any:
+    """Return what the page shows of a value: no control characters, one decimal."""
     if value is None:
         return "-"
-    return f"{value:.1f}" if isinstance(value, float) else value
+    if isinstance(value, float):
+        return f"{value:.1f}"
+    is_plain = not isinstance(value, str) or value.isprintable()
+    return value if is_plain else printable(value)
 
 
 def write_folder(

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import math
 import os
 import shlex
 import statistics
@@ -22,14 +21,13 @@ from ...errors import (
     DataError,
     MissingFileError,
     check_minimum,
-    summarize_names,
 )
-from ...weights import best_checkpoint
+from ...weights import best_checkpoint, read_weights_file
 from ...weights.opening import BEST_CHECKPOINT
 from ..dataset.coco_scores import COCO_TASKS
 from ..run.folder import BEST_PREDICTIONS, CONVERTED, METRICS, PREDICTIONS, read_metrics
 from ..run.run_datasets import use_recorded_datasets
-from .detections import Detections, ImageMatches
+from .detections import Detections, ImageMatches, is_usable_result
 
 
 class RunFolder:
@@ -85,13 +83,14 @@ class RunFolder:
         return [
             (record["iteration"], record[name])
             for record in self.metrics
-            if name in record
+            if isinstance(record.get(name), (int, float))
         ]
 
     @property
     def metric_names(self) -> list[str]:
         """The sorted names of all metrics."""
-        return sorted(set().union(*self.metrics))
+        names = set().union(*self.metrics)
+        return [name for name in sorted(names) if self.logged(name)]
 
     @property
     def seconds_per_iteration(self) -> float:
@@ -111,20 +110,14 @@ class RunFolder:
         """Whether the weights are those of ``TEST.BEST``."""
         return not self.is_evaluated and self.weights.endswith(BEST_CHECKPOINT)
 
-    @property
+    @cached_property
     def best_iteration(self) -> int | None:
         """The iterations behind ``model_best.pth``; None if the weights are others."""
         if not self.has_best_weights:
             return None
-        name = self.cfg.TEST.BEST
-        values = {
-            iteration + 1: value
-            for iteration, value in self.logged(name)
-            if math.isfinite(value)  # AP can be NaN
-        }
-        is_loss = name.rpartition("/")[0] == "validation"
-        choose = min if is_loss else max
-        return choose(values, key=values.__getitem__, default=None)
+        content = read_weights_file(self.weights).value
+        iteration = content.get("iteration") if isinstance(content, dict) else None
+        return iteration + 1 if isinstance(iteration, int) else None
 
     @property
     def dataset(self) -> str:
@@ -165,32 +158,27 @@ class RunFolder:
         """Read the predictions, which are of the images and classes of the dataset."""
         name = BEST_PREDICTIONS if self.has_best_weights else PREDICTIONS
         path = self.folder / "inference" / name
-        fix = f"Fix: run `{shlex.join(self._evaluation_command())}`."
+        fix = f"Fix: evaluate again, by `{shlex.join(self._evaluation_command())}`."
         try:
             results = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            unusable = [row for row in results if not is_usable_result(row, truth)]
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise DataError(f"'{path}': cannot be read: {error}. {fix}") from error
 
-        unknown = {result["image_id"] for result in results} - truth.imgs.keys()
-        unknown |= {result["category_id"] for result in results} - truth.cats.keys()
-        if unknown:
-            names = summarize_names(map(str, unknown))
+        if unusable:
             raise DataError(
-                f"'{path}': has images or categories that '{self.dataset}' lacks ({names}). {fix}"
+                f"'{path}': {len(unusable)} of {len(results)} entries are no predictions on the "
+                f"images and classes of '{self.dataset}'. {fix}"
             )
         return results
 
     def _evaluation_command(self) -> list[str]:
-        if self.is_evaluated:  # perhaps without a training in the folder
-            run = [
-                "--config-file",
-                str(self.config_file),
-                "OUTPUT_DIR",
-                str(self.folder),
-            ]
-        else:
-            run = [str(self.folder)]
-        return ["gw-detectron", "eval", *run]
+        command = ["gw-detectron", "eval"]
+        if not self.is_evaluated:
+            return [*command, str(self.folder)]
+        # perhaps without a training in the folder
+        config = ["--config-file", str(self.config_file)]
+        return [*command, *config, "OUTPUT_DIR", str(self.folder)]
 
     def _truth(self) -> COCO:
         # of a dataset registered in Python

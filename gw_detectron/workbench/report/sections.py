@@ -1,17 +1,20 @@
 """The sections of the report of a run."""
 
 import contextlib
-from collections import Counter, defaultdict
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 
 from ...errors import UserError
 from ...modeling import build_checked_model
 from ...norms import norm_summary
 from ..dataset.coco_scores import COCO_TASKS
 from ..images import evenly_spread
+from ..images.class_names import class_labels
 from .detections import CORRECT, KINDS, MISSED, ImageMatches
 from .page_parts import Line, Picture, Section, Table, make_axes, plot_lines
 from .run_folder import RunFolder
@@ -39,6 +42,7 @@ def summary(run: RunFolder) -> Section:
         facts["weights"] = run.weights
         if run.best_iteration:
             facts["best_by"] = run.cfg.TEST.BEST
+            facts["best_after_iteration"] = run.best_iteration
 
     numbers = {**facts, "scores": scores}
     tables = [Table([], list(shown_facts(numbers).items()))]
@@ -91,14 +95,6 @@ def _progress(run: RunFolder) -> dict[str, Any]:
     if run.is_evaluated:
         return facts
 
-    evaluated = [
-        record["iteration"] + 1
-        for record in run.metrics
-        if any(name.endswith("/AP") for name in record)
-    ]
-    if evaluated:  # Detectron2 logs the last evaluation after the last iteration
-        last = run.best_iteration or evaluated[-1]
-        facts["evaluated_after_iteration"] = min(last, iterations)
     for name, metric in _SEGMENTATION.items():
         values = run.logged(metric)
         if values:
@@ -169,14 +165,9 @@ def recall(run: RunFolder) -> Section:
     found = run.detections
     lines = []
     for number, task in enumerate(found.tasks):
-        overlap = "OKS" if task == "keypoints" else "IoU"
         for iou, dashes in ((0.5, "-"), (0.75, "--")):
-            curve = 100 * np.nanmean(found.precision(task, iou), axis=1)
-            curve[curve == 0] = np.nan  # the curve ends with the recall
-            points = list(zip(np.linspace(0, 100, len(curve)), curve, strict=True))
-            label = f"{COCO_TASKS[task].noun}, {overlap} {iou:g}"
             style = {"linestyle": dashes, "color": f"C{number}", "marker": ""}
-            lines.append(Line(points, label, style))
+            lines.append(_precision_line(run, task, iou, style))
     picture = plot_lines(
         lines,
         xlabel="recall in %",
@@ -199,6 +190,18 @@ def recall(run: RunFolder) -> Section:
     return Section(numbers, text, pictures=[[picture]], tables=[table])
 
 
+def _precision_line(
+    run: RunFolder, task: str, iou: float, style: Mapping[str, Any]
+) -> Line:
+    """Return the mean precision of the classes over recall, in percent."""
+    curve = 100 * np.nanmean(run.detections.precision(task, iou), axis=1)
+    curve[curve == 0] = np.nan  # the curve ends with the recall
+    recalls = np.linspace(0, 100, len(curve))
+    points = list(zip(recalls, curve, strict=True))
+    overlap = "OKS" if task == "keypoints" else "IoU"
+    return Line(points, f"{COCO_TASKS[task].noun}, {overlap} {iou:g}", style)
+
+
 def predictions(run: RunFolder) -> Section:
     """Draw ground truth and detections of images that are spread over the dataset."""
     images = [image for image in run.matches if image.matches] or run.matches
@@ -209,9 +212,10 @@ def predictions(run: RunFolder) -> Section:
 
 def errors(run: RunFolder) -> Section:
     """Count the kinds of errors, and draw the images with the most errors."""
-    kinds = {
-        kind: sum(len(image.of_kind(kind)) for image in run.matches) for kind in KINDS
-    }
+    kinds = dict.fromkeys(KINDS, 0)
+    for image in run.matches:
+        for match in image.matches:
+            kinds[match.kind] += 1
     confusion, counts = _confusion(run)
 
     worst = sorted(run.matches, key=lambda image: -image.errors)[: run.images]
@@ -220,13 +224,9 @@ def errors(run: RunFolder) -> Section:
     for image in worst:
         if image.errors:
             photos.append(_photos(run, image))
-            listed.append(
-                {
-                    "image": image.image_id,
-                    "file": run.detections.file_of(image),
-                    "errors": image.errors,
-                }
-            )
+            file = run.detections.file_of(image)
+            entry = {"image": image.image_id, "file": file, "errors": image.errors}
+            listed.append(entry)
 
     text = (
         f"Boxes with a score of at least {run.score:g} are matched to the unmatched object of any "
@@ -240,23 +240,27 @@ def errors(run: RunFolder) -> Section:
 
 def _confusion(run: RunFolder) -> tuple[Picture, list[dict[str, Any]]]:
     """Plot which class the objects of each class are found as, and list the counts."""
-    names = run.detections.classes
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    classes = run.detections.classes
+    places = {category: place for place, category in enumerate(classes)}
+    counts = np.zeros((len(classes), len(classes) + 1), int)  # the last one is missed
     for image in run.matches:
-        for match in image.matches:
-            if match.annotation:
-                name = names[match.annotation["category_id"]]
-                found_as = MISSED
-                if match.detection:
-                    found_as = names[match.detection["category_id"]]
-                counts[name][found_as] += 1
+        for _, found, annotation in image.matches:
+            if annotation:
+                row = places[annotation["category_id"]]
+                column = -1 if found is None else places[found["category_id"]]
+                counts[row, column] += 1
 
-    seen = set(counts).union(*counts.values())
-    kept = [name for name in names.values() if name in seen]
-    columns = [*kept, MISSED]
-    table = np.array([[counts[name][column] for column in columns] for name in kept])
-    numbers = [{"class": name, "found_as": dict(counts[name])} for name in kept]
-    return _confusion_picture(table, columns), numbers
+    seen = np.logical_or(counts.any(axis=1), counts[:, :-1].any(axis=0))
+    names = list(itertools.compress(classes.values(), seen))
+    counts = counts[seen][:, np.append(seen, True)]
+    numbers = []
+    for name, values in zip(names, counts.tolist(), strict=True):
+        found_as = dict(zip([*names, MISSED], values, strict=True))
+        numbers.append({"class": name, "found_as": found_as})
+
+    labels = class_labels(tuple(names))
+    with rc_context({"font.sans-serif": [labels.font]}):
+        return _confusion_picture(counts, [*labels.names, MISSED]), numbers
 
 
 def _confusion_picture(counts: np.ndarray, columns: Sequence[str]) -> Picture:
@@ -277,14 +281,9 @@ def _confusion_picture(counts: np.ndarray, columns: Sequence[str]) -> Picture:
 
     if len(counts) <= _MOST_COUNTS:
         for row, column in np.argwhere(counts):
-            axes.text(
-                column,
-                row,
-                str(counts[row, column]),
-                ha="center",
-                va="center",
-                color="white" if shares[row, column] > 0.6 else "black",
-            )
+            number = str(counts[row, column])
+            color = "white" if shares[row, column] > 0.6 else "black"
+            axes.text(column, row, number, ha="center", va="center", color=color)
     return Picture.from_figure(figure)
 
 

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import logging
+import operator
 import os
 import shutil
 import time
@@ -184,7 +185,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(errors="replace").splitlines():
         try:
             record = json.loads(line)
-            by_iteration.setdefault(record["iteration"], {}).update(record)
+            iteration = operator.index(record["iteration"])
+            by_iteration.setdefault(iteration, {}).update(record)
         except (ValueError, KeyError, TypeError):  # no JSON, or of other software
             continue
     return [by_iteration[iteration] for iteration in sorted(by_iteration)]

@@ -11,7 +11,7 @@ from typing import Any
 from detectron2.utils import comm
 from tqdm import tqdm
 
-from ...errors import is_user_error, message_of
+from ...errors import is_user_error, message_of, printable
 
 _LOGGERS = ("detectron2", "fvcore", "gw_detectron")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -26,10 +26,14 @@ _FILE_ONLY = {
 
 
 class _PlainFormatter(logging.Formatter):
-    """Leave out the colors of tables, and the traceback of an error that the user can fix."""
+    """Leave out the colors of tables, and the traceback of an error that the user can fix.
+
+    Other control characters are of names in files, and are escaped.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        return _ANSI.sub("", super().format(record))
+        text = _ANSI.sub("", super().format(record))
+        return "\n".join(map(printable, text.split("\n")))
 
     def formatException(self, ei: Any) -> str:
         return (

@@ -380,7 +380,7 @@ def test_other_parts_are_refused(part):
         ({"MODEL__KEYPOINT_ON": True}, r"MODEL.KEYPOINT_ON \(True\)"),
         (
             {"MODEL__ROI_BOX_HEAD__POOLER_TYPE": "ROIPool"},
-            r"model.roi_heads.box_pooler \('RoIPool'\)",
+            r"model.roi_heads.box_pooler.level_poolers.0 \('RoIPool'\)",
         ),
         (
             {"MODEL__PROPOSAL_GENERATOR__NAME": "PrecomputedProposals"},

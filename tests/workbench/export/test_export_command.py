@@ -136,8 +136,8 @@ def test_flags_and_the_best_weights_of_a_run_reach_the_export(
         tmp_path / "model_final.pth",
     )
     assert given["source"]["weights"] == str(tmp_path / "model_final.pth")
-    export(tmp_path, "--output", tmp_path / "out", "--backbone", "--pixels")
-    assert given["pixels"]
+    export(tmp_path, "--output", tmp_path / "out", "--backbone", "--no-fpn")
+    assert not given["fpn"]
 
 
 @pytest.mark.parametrize("moved", [False, True])

@@ -63,10 +63,13 @@ def photos(tmp_path, photo):
 class Handmade:
     """Find a square in its upper left corner and an object of low score in every image."""
 
-    score_threshold, cfg = 0.5, default_config()
+    score_threshold = 0.5
     metadata = Metadata(
         thing_classes=["fork", "cup"], thing_dataset_id_to_contiguous_id={2: 0, 7: 1}
     )
+
+    def __init__(self):
+        self.cfg = default_config()
 
     def __call__(self, image):
         found = Instances(image.shape[:2])

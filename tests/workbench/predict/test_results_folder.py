@@ -1,8 +1,10 @@
 """The folder of predictions: COCO results that pycocotools reads, pictures and videos, all or nothing."""
 
 import contextlib
+import csv
 import io
 import json
+import os
 import re
 import signal
 import sys
@@ -12,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pycocotools.mask as mask_util
 import pytest
+from detectron2.data import Metadata
 from PIL import Image
 from pycocotools.coco import COCO
 
@@ -24,9 +27,11 @@ from gw_detectron.errors import (
 from gw_detectron.workbench.predict import (
     check_output,
     find_sources,
+    results_folder,
     write_predictions,
     write_preview,
 )
+from gw_detectron.workbench.predict.results_folder import usual_tile
 from gw_detectron.workbench.signals import Interrupted
 
 from ...tiny_run import ROOT
@@ -109,6 +114,62 @@ def test_a_video(tmp_path, video, photos, predict):
     assert frame[200:].max() < 40
 
 
+ODD_NAMES = {
+    b"b\xff.jpg": "b\\udcff.jpg",  # not UTF-8
+    b"a\n\x1b[31m.png": "a\\n\\x1b[31m.png",
+    b"n" * 251 + b".png": "n" * 251 + ".png",
+    b"t" * 251 + b".tif": "t" * 251 + ".tif",
+    b"=1+1.png": "'=1+1.png",
+    b"-b.png": "'-b.png",
+    "\u7ec6\u3000\u80de.png".encode(): "\u7ec6\u3000\u80de.png",
+}
+
+
+def test_files_of_any_name(tmp_path, photo, predict):
+    (tmp_path / "in").mkdir()
+    for name in ODD_NAMES:
+        path = os.path.join(os.fsencode(tmp_path / "in"), name)
+        with open(path, "wb") as file:
+            Image.fromarray(photo).save(file, "PNG")
+
+    summary, results = predict(tmp_path / "in")
+
+    assert (summary.images, summary.failed) == (len(ODD_NAMES), {})
+    found = {os.fsencode(row["file_name"]) for row in results}
+    assert found == set(ODD_NAMES)
+    with open(tmp_path / "out" / "counts.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["file_name"] for row in rows} == set(ODD_NAMES.values())
+    assert len(list((tmp_path / "out" / "pictures").iterdir())) == len(ODD_NAMES)
+
+
+def test_classes_of_any_name(tmp_path, photos, predictor, predict, monkeypatch):
+    names = ["\ud800\n", "=cmd"]
+    monkeypatch.setattr(predictor, "metadata", Metadata(thing_classes=names))
+
+    _, results = predict(photos)
+
+    assert {row["category_name"] for row in results} == {"=cmd"}
+    lines = (tmp_path / "out" / "counts.csv").read_text().splitlines()
+    assert lines[0] == "file_name,\\ud800\\n,'=cmd,all"
+
+
+def test_large_images_are_named_with_tiles(tmp_path, photos, predictor, predict):
+    predictor.cfg.INPUT.MIN_SIZE_TEST = 20
+    Image.new("L", (14_000, 13_000)).save(photos / "huge.png")
+
+    summary, _ = predict(photos)
+
+    tile = usual_tile(predictor.cfg)
+    assert summary.failed == {
+        "huge.png": f"more than 179 megapixels. Fix: give --tiles {tile}."
+    }
+    assert summary.shrunk == ["b.png", "sub/a.jpg"]
+    (photos / "huge.png").unlink()
+    predictor.cfg.INPUT.MIN_SIZE_TEST = 40
+    assert predict(photos)[0].shrunk == []
+
+
 def test_broken_files_are_named_and_the_others_predicted(tmp_path, photos, predict):
     (photos / "a.jpg").write_bytes(b"no image")
     (photos / "c.png").touch()
@@ -133,6 +194,18 @@ def test_an_image_that_needs_too_much_memory_is_named_and_the_others_predicted(
     summary, results = predict(photos)
     assert list(summary.failed) == ["sub/a.jpg"]
     assert [row["file_name"] for row in results] == ["b.png"]
+
+
+def test_what_is_done_is_kept_if_a_file_cannot_be_written(
+    tmp_path, photos, predict, monkeypatch
+):
+    broken = Mock(side_effect=ValueError("counts"))
+    monkeypatch.setattr(results_folder, "write_counts", broken)
+    with pytest.raises(ValueError, match="counts"):
+        predict(photos)
+
+    rows = json.loads((tmp_path / "out.partial" / "predictions.json").read_text())
+    assert len(rows) == 2
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,26 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path):
         write_report(folder)
 
 
+def test_names_of_classes_are_cut_and_escaped_on_the_page(tmp_path):
+    folder = write_run(tmp_path / "run\x1b[31m")
+    names = ["n" * 10_000, "n" * 10_000, "a\n\x1b[31m\ud800"]
+
+    def rename(content):
+        for category, name in zip(content["categories"], names, strict=True):
+            category["name"] = name
+        return content
+
+    change_json(folder / "annotations.json", rename)
+    report(folder)
+
+    page, numbers = check_page(folder / "report")
+    shown = [row["class"] for row in numbers["ap_per_class"]]
+    assert shown == ["n" * 60 + "...", "n" * 60 + "... (1)", "a\\n\\x1b[31m\\ud800"]
+    assert numbers["missing"] == []
+    assert "\x1b" not in page.text
+    assert "n" * 61 not in page.text
+
+
 def test_a_report_without_detections_is_printed(tmp_path, capsys):
     folder = write_run(tmp_path / "run")
     results_file(folder).write_text("[]")

@@ -5,6 +5,7 @@ import os
 import shlex
 
 import pytest
+import torch
 from detectron2.data import DatasetCatalog
 
 from gw_detectron.errors import ConfigError, DataError, MissingFileError
@@ -20,6 +21,8 @@ from .fake_run import (
     write_metrics,
     write_run,
 )
+
+HUGE = {"size": [10**6, 10**6], "counts": "0"}
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def advised_command(folder, reason):
     with pytest.raises(DataError, match=reason) as caught:
         _ = RunFolder(folder).detections
 
-    command = str(caught.value).rpartition("run `")[2].partition("`")[0]
+    command = str(caught.value).rpartition("by `")[2].partition("`")[0]
     name, action, *words = shlex.split(command)
     assert (name, action) == ("gw-detectron", "eval")
     return get_parser(evaluation=True).parse_args(words)
@@ -72,8 +75,18 @@ def with_values(**values):
     [
         (lambda path: path.unlink(), "coco_instances_results"),
         (lambda path: path.write_text('[{"image_id"'), "coco_instances_results"),
-        (lambda path: change_json(path, with_values(image_id=99)), r"\(99\)"),
-        (lambda path: change_json(path, with_values(category_id=7)), r"\(7\)"),
+        (lambda path: path.write_text("[" * 5000), "coco_instances_results"),
+        (lambda path: path.write_text("3"), "coco_instances_results"),
+        (lambda path: path.write_text("[3]"), "1 of 1"),
+        (lambda path: change_json(path, with_values(image_id=99)), "12 of 12"),
+        (lambda path: change_json(path, with_values(image_id=[1])), "12 of 12"),
+        (lambda path: change_json(path, with_values(category_id=7)), "12 of 12"),
+        (lambda path: change_json(path, with_values(score="a")), "12 of 12"),
+        (lambda path: change_json(path, with_values(score=float("nan"))), "12 of 12"),
+        (lambda path: change_json(path, with_values(bbox=[1, 2, 3])), "12 of 12"),
+        (lambda path: change_json(path, with_values(bbox=None)), "12 of 12"),
+        (lambda path: change_json(path, with_values(segmentation=HUGE)), "12 of 12"),
+        (lambda path: change_json(path, with_values(keypoints=[1, 2, 3])), "12 of 12"),
     ],
 )
 def test_unusable_predictions_are_named_with_a_command_that_can_be_pasted(
@@ -124,7 +137,6 @@ def test_the_summary_reads_iterations_speed_and_segmentation_from_the_metrics(fo
     numbers = summary(RunFolder(folder)).numbers
 
     assert numbers["iterations"] == 40
-    assert numbers["evaluated_after_iteration"] == 40
     assert numbers["seconds_per_iteration"] == 0.5
     assert numbers["mIoU"] == 34.3
     assert numbers["scores"]["bbox"]["AP"] > 13
@@ -146,25 +158,24 @@ def test_without_losses_no_iteration_is_counted(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "best"),
-    [
-        ("bbox/AP", [float("nan"), 10, 30, 25, 30], 300),
-        ("validation/total_loss", [float("nan"), 2, 1, 3, float("inf")], 300),
-        ("bbox/AP", [float("nan"), float("inf")], None),
-    ],
+    ("content", "best"),
+    [({"model": {}, "iteration": 14}, 15), ({"model": {}}, None), ([], None)],
 )
-def test_the_best_iteration_is_of_the_weights_that_are_kept(folder, name, values, best):
-    (folder / "model_best.pth").touch()
-    places = range(99, 1000, 100)
-    records = [
-        {"iteration": place, name: value}
-        for place, value in zip(places, values, strict=False)
-    ]
-    write_metrics(folder, *records)
-    run = RunFolder(folder)
-    run.cfg.TEST.BEST = name
+def test_the_best_iteration_is_that_of_the_kept_weights(folder, content, best):
+    torch.save(content, folder / "model_best.pth")
 
-    assert run.best_iteration == best
+    assert RunFolder(folder).best_iteration == best
+
+
+def test_records_that_are_no_metrics_are_skipped(folder):
+    lines = ["[1]", "null", '{"iteration": "a"}', '{"iteration": 3, "lr": [1]}']
+    (folder / "metrics.json").write_text(
+        "\n".join([*lines, '{"iteration": 4, "lr": 1}'])
+    )
+    run = RunFolder(folder)
+
+    assert run.logged("lr") == [(4, 1)]
+    assert run.metric_names == ["iteration", "lr"]
 
 
 def test_predictions_are_those_of_the_weights(folder):

@@ -1,0 +1,43 @@
+"""What reaches a terminal: no control characters of names, and escapes where it has ASCII only."""
+
+import logging
+import subprocess
+import sys
+
+from gw_detectron.workbench.console import report_error
+from gw_detectron.workbench.run.logs import _PlainFormatter
+
+PRINTING = """
+from gw_detectron.workbench.console import errors_reported
+with errors_reported():
+    print("names: \\u7ec6\\u80de, caf\\u00e9")
+    raise FileNotFoundError("photos/\\u7ec6\\u80de\\x1b[31m.jpg")
+"""
+
+
+def test_control_characters_of_an_error_are_escaped(capsys):
+    report_error("two lines:\n  - a\x1b[31m\ud800\rb.jpg")
+
+    assert capsys.readouterr().err == (
+        "\nError: two lines:\n  - a\\x1b[31m\\ud800\\rb.jpg\n"
+    )
+
+
+def test_a_terminal_of_ascii_shows_escapes():
+    environment = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", PRINTING]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert done.returncode == 1
+    assert done.stdout == "names: \\u7ec6\\u80de, caf\\xe9\n"
+    assert done.stderr == "\nError: photos/\\u7ec6\\u80de\\x1b[31m.jpg\n"
+
+
+def test_control_characters_of_log_lines_are_escaped():
+    record = logging.makeLogRecord(
+        {"msg": "\x1b[32mAP\x1b[0m of \x1b]0;title\x07\ud800\nnext line"}
+    )
+
+    line = _PlainFormatter().format(record)
+
+    assert line == "AP of \\x1b]0;title\\x07\\ud800\nnext line"
