@@ -1,4 +1,4 @@
-"""Content of COCO files: read, complete, split, and convert from and to Detectron2's records.
+"""Content of COCO files: read, complete, split, and convert to Detectron2's records.
 
 A content that these functions cannot use is left as it is: the checks of the data name its fault.
 """
@@ -41,9 +41,10 @@ def read_json(path: str) -> Any:
 
 
 def category_names(content: Any) -> dict[int, str]:
-    """Return the names of the categories by id; {} if the content is malformed."""
+    """Return the names of the categories by id, sorted by it; {} if the content is malformed."""
     try:
-        return {category["id"]: category["name"] for category in content["categories"]}
+        names = {category["id"]: category["name"] for category in content["categories"]}
+        return {number: names[number] for number in sorted(names)}
     except MALFORMED:
         return {}
 
@@ -217,9 +218,7 @@ def content_to_records(content: Any, image_root: str) -> list[dict[str, Any]]:
 
     Source: docs of Detectron2, "Use Custom Datasets". A second parse of a file of COCO's size takes a minute.
     """
-    indices = {
-        number: index for index, number in enumerate(sorted(category_names(content)))
-    }
+    indices = {number: index for index, number in enumerate(category_names(content))}
     by_image: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for annotation in content.get(
         "annotations", ()
@@ -265,58 +264,3 @@ def _object_record(annotation: dict[str, Any]) -> dict[str, Any] | None:
             for index, value in enumerate(annotation["keypoints"])
         ]
     return record
-
-
-def records_to_content(
-    records: Sequence[dict], classes: Sequence[str] | None, *, evaluated: bool
-) -> Any:
-    """Describe the records of a dataset that is a Python function as a COCO content.
-
-    Returns None if the records have no annotated sizes and boxes in pixels, e.g. for another task. DataError: a record
-    lacks a field that an evaluation reads.
-    """
-    if evaluated and classes is None:
-        raise DataError("no class names. Fix: set thing_classes of its metadata.")
-
-    images: list[dict[str, Any]] = []
-    annotations: list[dict[str, Any]] = []
-    for number, record in enumerate(records):
-        missing = {"file_name", "height", "width", "image_id"} - record.keys()
-        if missing and evaluated:
-            raise DataError(
-                f"record {number}: has no {', '.join(sorted(missing))}, which the evaluation reads. Fix: add it to the "
-                "records."
-            )
-        if missing - {"image_id"} or "annotations" not in record:
-            return None
-
-        image_id = record.get("image_id", number)
-        image = {field: record[field] for field in ("file_name", "height", "width")}
-        images.append({**image, "id": image_id})
-        for annotation in record["annotations"]:
-            box = _xywh(annotation)
-            if box is None:
-                return None
-            place = {"id": len(annotations) + 1, "image_id": image_id, "bbox": box}
-            annotations.append({**annotation, **place})
-
-    if classes is None:
-        count = 1 + max(
-            (annotation["category_id"] for annotation in annotations), default=-1
-        )
-        classes = [str(index) for index in range(count)]
-    categories = [{"id": index, "name": name} for index, name in enumerate(classes)]
-    content = {"images": images, "annotations": annotations, "categories": categories}
-    return complete_coco(content)[0]
-
-
-def _xywh(annotation: dict[str, Any]) -> list[float] | None:
-    """Return the box of an object as x, y, width, height; None if it has another format."""
-    mode = annotation.get("bbox_mode")
-    box = list(annotation.get("bbox", ()))
-    if (
-        mode == BoxMode.XYXY_ABS and len(box) == 4
-    ):  # BoxMode.convert would round to float32
-        x0, y0, x1, y1 = box
-        return [x0, y0, x1 - x0, y1 - y0]
-    return box if mode in (BoxMode.XYWH_ABS, BoxMode.XYXY_ABS) else None

@@ -4,7 +4,6 @@ import functools
 import os
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,14 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.detection_utils import create_keypoint_hflip_indices
 
-from ...errors import DataError, PreflightError, similar_names, summarize_names
+from ...errors import CheckReport, DataError, similar_names, summarize_names
 from ...modeling.build import CLASS_COUNTS
 from ..images import content_key, upright_size
 from .annotation_checks import DatasetNeeds, Fault, check_coco, describe
 from .data_fit import check_fit
 from .fingerprint import Fingerprint
-from .source import CocoSource, open_registered
+from .registration import open_dataset
+from .source import CocoSource
 
 #: values of a dataset's metadata ``evaluator_type`` that are evaluated by the COCO rules
 _COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
@@ -43,20 +43,6 @@ _KEYPOINT_FIX = (
     "Fix: write them into the categories of the json, as keypoints, or both keys into --datasets FILE "
     "(docs/your_data.md); of a dataset registered in Python, set them in MetadataCatalog."
 )
-
-
-@dataclass
-class CheckReport:
-    """All problems and warnings found before a run; what was left out because of problems."""
-
-    errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    unchecked: str = ""
-
-    def raise_errors(self) -> None:
-        """Raise :class:`PreflightError` if there is an error."""
-        if self.errors:
-            raise PreflightError(self.errors, self.unchecked)
 
 
 def check_datasets(
@@ -136,8 +122,7 @@ class _DatasetChecks:
         if evaluator == "lvis":  # its files name images by address
             return
         try:
-            evaluated = not needs.training and evaluator != "sem_seg"
-            source = open_registered(name, evaluated=evaluated)
+            source = open_dataset(name)
             if source is None:
                 return
             errors, warnings = self._check_source(name, source, needs)
@@ -172,8 +157,7 @@ class _DatasetChecks:
             warnings.append(
                 "no object to evaluate: AP is not a number. Fix: give other images."
             )
-        if source.dataset.json:
-            self.classes[name] = source.fingerprint.classes
+        self.classes[name] = source.fingerprint.classes
 
         root = source.dataset.images
         if "://" not in root:  # a header would cost a download

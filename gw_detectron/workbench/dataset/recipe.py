@@ -18,8 +18,11 @@ from ...config import anchor_strides, get_value, training_sides
 from ...errors import ConfigError, DataError
 from ...modeling.build import object_count_keys
 from ..images import evenly_spread, is_deep
+from .coco_content import complete_coco, read_json
+from .datasets_yaml import CocoDataset
 from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, read_fingerprint
-from .source import CocoDataset, CocoSource, open_coco, open_registered
+from .registration import open_dataset
+from .source import CocoSource
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +69,8 @@ def auto_config(
     Raises:
         DataError: the file is not in COCO format, or has no object to learn from.
     """
-    source = open_coco(CocoDataset(os.fspath(json), os.fspath(images)))
+    content, _ = complete_coco(read_json(os.fspath(json)))
+    source = CocoSource(CocoDataset(os.fspath(json), os.fspath(images)), content)
     reasons = apply_recipe(cfg, [source], epochs=epochs, given=given)
     for line in reasons.values():
         log.info(line)
@@ -358,7 +362,7 @@ def _kept_weights(recipe: _Recipe) -> None:
     with contextlib.suppress(
         DataError, OSError
     ):  # the checks before a run name the fault
-        source = open_registered(name) if name in DatasetCatalog else None
+        source = open_dataset(name) if name in DatasetCatalog else None
         if source is not None:
             dense = source.fingerprint.dense_score(task, cfg.TEST.DETECTIONS_PER_IMAGE)
 

@@ -12,12 +12,12 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from PIL import Image
 
 from ...atomic import atomic_folder, check_replaceable
-from ...errors import DataError
+from ...errors import DataError, existing_path
 from ...installation import require_packages
 from ..console import progress_bar
 from ..dataset.coco_content import complete_coco, read_json
-from ..dataset.datasets_yaml import existing_path
-from ..dataset.source import CocoDataset, CocoDatasets, register_datasets
+from ..dataset.datasets_yaml import CocoDataset, CocoDatasets
+from ..dataset.registration import register_datasets
 from ..images import evenly_spread, read_image
 from ..images.drawing import draw_record
 from .results_folder import COUNTS, PICTURES, write_counts
@@ -40,9 +40,9 @@ def write_preview(
     """
     require_packages("pictures", "cv2")
     check_replaceable(Path(output), _FILES)
-    json_file = existing_path(annotations, "--preview", os.path.isfile)
+    json_file = existing_path("--preview", annotations, os.path.isfile)
     images = existing_path(
-        images, "RUN, with --preview the folder of images", os.path.isdir
+        "RUN, with --preview the folder of images", images, os.path.isdir
     )
 
     with tempfile.TemporaryDirectory() as work, atomic_folder(output, _FILES) as folder:

@@ -30,7 +30,7 @@ from ...norms.listing import is_synchronized
 from ...weights import RUN_RECORD_KEY, GWDetectionCheckpointer
 from ...weights.opening import BEST_CHECKPOINT
 from ...weights.reading import sha256_of
-from ..dataset.source import opened
+from ..dataset.source import own_source
 from ..signals import TERMINATING, Interrupted, signals_handled
 from .folder import BEST_PREDICTIONS, PREDICTIONS
 
@@ -407,7 +407,7 @@ class BestWeights(BestCheckpointer):
 
 def _digest(dataset: str) -> str:
     """Return the digest of a dataset's annotations, "" if they are in no local file."""
-    source = opened(dataset)
+    source = own_source(dataset)
     if source is not None:
         return source.sha256()
     file = MetadataCatalog.get(dataset).get("json_file")

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
 
 from ...errors import ConfigError, DataError, summarize_names
 from ...modeling.build import object_count_keys
 from ...weights.opening import local_file
 from ..dataset.coco_content import MALFORMED, read_json
-from ..dataset.datasets_yaml import DATASETS_FILE, read_datasets
-from ..dataset.source import CocoDatasets, needs_registration, opened, register_datasets
+from ..dataset.datasets_yaml import DATASETS_FILE, CocoDatasets, read_datasets
+from ..dataset.registration import register_datasets
+from ..dataset.source import own_source
 from .request import RunRequest
 
 log = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ def _class_values(cfg: CfgNode, names: list[str]) -> dict[str, Any]:
     keys = set(object_count_keys(cfg))
     values: dict[str, Any] = {}
     for name in names:
-        source = opened(name)
+        source = own_source(name)
         if source is None:
             continue
         with contextlib.suppress(OSError, DataError):  # the checks report why
@@ -79,10 +81,10 @@ def use_recorded_datasets(
 ) -> None:
     """Register datasets that are unknown from the ``datasets.yaml`` beside a config file."""
     record = Path(config_file).with_name(DATASETS_FILE)
-    if (
-        needs_registration((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
-        and record.is_file()
-    ):
+    names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
+    # own datasets have the names of flags, which another run may have registered
+    is_foreign = [name in DatasetCatalog and own_source(name) is None for name in names]
+    if record.is_file() and not all(is_foreign):
         register_datasets(read_datasets(str(record)), folder)
 
 
@@ -118,7 +120,7 @@ def _check_unseen(given: CocoDatasets, fraction: float, config_file: str) -> Non
             seen |= _image_paths(read_json(dataset.json), dataset.images)
 
     for name, dataset in given.val.items():
-        source = opened(name)
+        source = own_source(name)
         if source is None or os.path.realpath(source.origin) in files:
             continue  # an evaluation of the training images is no accident
         try:

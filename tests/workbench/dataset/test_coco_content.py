@@ -7,13 +7,11 @@ import json
 import pycocotools.mask as mask_util
 import pytest
 from detectron2.data.datasets import load_coco_json
-from detectron2.structures import BoxMode
 
 from gw_detectron.errors import DataError
 from gw_detectron.workbench.dataset.coco_content import (
     complete_coco,
     content_to_records,
-    records_to_content,
     split_coco,
 )
 
@@ -105,30 +103,6 @@ def test_a_validation_file_gets_the_categories_of_the_training():
 )
 def test_a_file_with_other_categories_than_the_training_stays(classes):
     assert complete_coco(COMPLETE, classes)[0] is COMPLETE
-
-
-@pytest.mark.parametrize(
-    ("corners", "box"),
-    [
-        ((1, 2, 4.1, 8), [1, 2, 4.1 - 1, 6]),
-        ((1, 2, 3), [1, 2, 3]),  # malformed: left to the checks
-    ],
-)
-def test_a_python_functions_boxes_are_measured_exactly(corners, box):
-    entry = {"bbox": corners, "bbox_mode": BoxMode.XYXY_ABS, "category_id": 0}
-    record = {
-        "file_name": "a.jpg",
-        "height": 20,
-        "width": 30,
-        "image_id": 1,
-        "annotations": [entry],
-    }
-
-    (annotation,) = records_to_content([record], ["cat"], evaluated=False)[
-        "annotations"
-    ]
-
-    assert annotation["bbox"] == box
 
 
 DAMAGED = [

@@ -4,10 +4,9 @@ import pytest
 import torch
 from detectron2.utils import comm
 
-from gw_detectron.errors import PreflightError
+from gw_detectron.errors import CheckReport, PreflightError
 from gw_detectron.modeling.build import unread_keys
 from gw_detectron.weights import LazyCheckpoint
-from gw_detectron.workbench.dataset import CheckReport
 from gw_detectron.workbench.run.checks import check_run
 
 from ...architectures import small_arguments
