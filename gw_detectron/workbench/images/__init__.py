@@ -1,5 +1,6 @@
 """Image files: find them, read their pixels, prepare them for a detector."""
 
+from .headers import read_header
 from .image_files import (
     BROWSER_SUFFIXES,
     ImageNamingMapper,
@@ -12,7 +13,6 @@ from .image_files import (
     is_deep,
     open_image,
     read_image,
-    upright_size,
 )
 
 __all__ = [
@@ -26,6 +26,6 @@ __all__ = [
     "find_images",
     "is_deep",
     "open_image",
+    "read_header",
     "read_image",
-    "upright_size",
 ]
