@@ -183,7 +183,7 @@ class _DatasetChecks:
                 key = content_key(path)
             except DataError as error:
                 _, _, text = str(error).rstrip(".").partition("): ")
-                reason, _, fix = text.partition(". Fix: ")
+                reason, _, fix = text.removeprefix("cannot be read: ").partition(". Fix: ")
                 found[Fault(f"cannot be used: {reason}", fix)].append(file)
                 continue
             if (header.width, header.height) != (image["width"], image["height"]):

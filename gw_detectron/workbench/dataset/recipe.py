@@ -20,7 +20,7 @@ from ...modeling.build import object_count_keys
 from ..images import evenly_spread, is_deep
 from .coco_content import complete_coco, read_json
 from .datasets_yaml import CocoDataset
-from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, read_fingerprint
+from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, join_fingerprints
 from .registration import open_dataset
 from .source import CocoSource
 
@@ -97,9 +97,7 @@ def apply_recipe(
         raise ConfigError(
             f"--epochs ({epochs:g}): not above 0. Fix: give e.g. 20 passes over the images."
         )
-    data = sources[0].fingerprint
-    if len(sources) > 1:
-        data = read_fingerprint(*(source.content for source in sources))
+    data = join_fingerprints([source.fingerprint for source in sources])
     if not len(data.boxes):
         raise DataError(
             f"--auto: {len(data.images)} images have no object to learn from ({data.crowds} crowds, "
@@ -108,7 +106,7 @@ def apply_recipe(
 
     recipe = _Recipe(cfg, given)
     if not schedule_only:
-        _deep_images(recipe, sources)
+        _deep_images(recipe, sources, data)
         _classes_and_masks(recipe, data)
         _image_size(recipe, data)
         _augmentations(recipe)
@@ -138,7 +136,10 @@ class _Recipe:
             self.reasons[key] = f"--auto: {key} {value}: {reason}"
 
 
-def _deep_images(recipe: _Recipe, sources: Sequence[CocoSource]) -> None:
+def _deep_images(
+    recipe: _Recipe, sources: Sequence[CocoSource], data: Fingerprint
+) -> None:
+    """Choose percentiles that cut off a quarter of the objects' pixels at most."""
     if recipe.cfg.INPUT.PERCENTILES:
         return
     paths = [
@@ -147,7 +148,11 @@ def _deep_images(recipe: _Recipe, sources: Sequence[CocoSource]) -> None:
         for image in source.content["images"]
     ]
     if any(map(is_deep, evenly_spread(paths, 20))):
-        recipe.set("INPUT.PERCENTILES", [0.5, 99.5], "images have more than 8 bits")
+        pixels = data.images.prod(axis=1).sum()
+        covered = 100 * data.boxes.prod(axis=1).sum() / pixels
+        cut = min(0.5, float(f"{covered / 4:.1g}"))
+        reason = f"images have more than 8 bits; objects cover {covered:.2g} %"
+        recipe.set("INPUT.PERCENTILES", [cut, 100 - cut], reason)
 
 
 def _classes_and_masks(recipe: _Recipe, data: Fingerprint) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from detectron2.data import DatasetCatalog
 
 from ...atomic import atomic_write
+from ...errors import DataError
 from ...weights.reading import sha256_of
 from .coco_content import content_to_records, read_json
 from .datasets_yaml import CocoDataset
@@ -66,7 +67,11 @@ class CocoSource:
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Statistics of images and objects; another format is a DataError."""
-        return read_fingerprint(self.content)
+        content = self.content
+        try:
+            return read_fingerprint(content)
+        except DataError as error:
+            raise DataError(f"'{self.origin}': {error}") from error
 
     def records(self) -> list[dict[str, Any]]:
         """Return the dataset in Detectron2's format."""
