@@ -20,74 +20,87 @@ from pycocotools import mask as coco_mask
 
 
 def convert(source: Path, output: Path, max_side: int) -> None:
+    folders = find_folders(source)
     (output / "images").mkdir(parents=True, exist_ok=True)
     types = defaultdict(list)
-    for folder in sorted(masks.parent for masks in source.glob("*/masks")):
-        paths = list(folder.glob("images/*.png"))
-        if len(paths) != 1:
-            raise SystemExit(
-                f"{folder}/images: {len(paths)} png files. Fix: keep the image of the masks."
-            )
-        with Image.open(paths[0]) as image:
-            if image.mode[0] in "IF":  # convert would cut values off at 255
-                raise SystemExit(
-                    f"{paths[0]}: more than 8 bits (mode {image.mode}). Fix: scale its values to 8 bits."
-                )
-            image = image.convert("RGB")  # without transparency
+    for folder in folders:
+        image = read_photo(folder)
         image.thumbnail((max_side or image.width, max_side or image.height))
-        image.save(
-            output / "images" / f"{folder.name}.png"
-        )  # several folders may have the same NAME
+        # several folders may have the same NAME
+        image.save(output / "images" / f"{folder.name}.png")
         types[_type(np.asarray(image, dtype=float))].append((folder, image.size))
+
     train, val = [], []
-    for name, folders in sorted(types.items()):
-        folders.sort(key=lambda each: hashlib.sha256(each[0].name.encode()).hexdigest())
-        count = round(len(folders) / 5)
-        val += folders[:count]
-        train += folders[count:]
-        print(f"{name}: {len(folders)} images, {count} of them for validation")
-    for split, folders in (("train", train), ("val", val)):
-        images, annotations = [], []
-        for number, (folder, (width, height)) in enumerate(folders, start=1):
-            images.append(
+    for name, members in sorted(types.items()):
+        members.sort(key=lambda each: hashlib.sha256(each[0].name.encode()).hexdigest())
+        count = round(len(members) / 5)
+        val += members[:count]
+        train += members[count:]
+        print(f"{name}: {len(members)} images, {count} of them for validation")
+    write(output / "train.json", train)
+    write(output / "val.json", val)
+
+
+def find_folders(source: Path) -> list[Path]:
+    """Return the folders that have a folder of masks; at least one."""
+    folders = sorted(masks.parent for masks in source.glob("*/masks"))
+    if folders:
+        return folders
+    fix = "Fix: give the folder that has a folder for each image, with images and masks in it."
+    for masks in sorted([*source.glob("masks"), *source.glob("*/*/masks")])[:1]:
+        fix = f"Fix: give {masks.resolve().parent.parent}."
+    raise SystemExit(f"{source}: no folder in it has a folder masks. {fix}")
+
+
+def read_photo(folder: Path) -> Image.Image:
+    paths = list(folder.glob("images/*.png"))
+    if len(paths) != 1:
+        raise SystemExit(
+            f"{folder}/images: {len(paths)} png files. Fix: keep the image of the masks."
+        )
+    with Image.open(paths[0]) as image:
+        if image.mode[0] in "IF":  # convert would cut values off at 255
+            raise SystemExit(
+                f"{paths[0]}: more than 8 bits (mode {image.mode}). Fix: scale its values to 8 bits."
+            )
+        return image.convert("RGB")  # without transparency
+
+
+def write(path: Path, folders: list) -> None:
+    """Write the images of folders and their masks, in pixels of the shrunk images, as a json."""
+    images, annotations = [], []
+    for number, (folder, (width, height)) in enumerate(folders, start=1):
+        file = f"{folder.name}.png"
+        image = {"id": number, "file_name": file, "width": width, "height": height}
+        images.append(image)
+        for mask_path in sorted(folder.glob("masks/*.png")):
+            pixels = read_mask(mask_path, (width, height))
+            if not pixels.any():  # it was shrunk to nothing
+                continue
+            rle = coco_mask.encode(np.asfortranarray(pixels, dtype=np.uint8))
+            annotations.append(
                 {
-                    "id": number,
-                    "file_name": f"{folder.name}.png",
-                    "width": width,
-                    "height": height,
+                    "id": len(annotations) + 1,
+                    "image_id": number,
+                    "category_id": 1,
+                    "iscrowd": 0,
+                    "bbox": coco_mask.toBbox(rle).tolist(),
+                    "area": int(coco_mask.area(rle)),
+                    "segmentation": {**rle, "counts": rle["counts"].decode()},
                 }
             )
-            for mask_path in sorted(folder.glob("masks/*.png")):
-                with Image.open(mask_path) as mask:
-                    mask = mask.convert("L")
-                threshold = (
-                    127 if mask.getextrema()[1] > 127 else 0
-                )  # some tools write 0 and 1
-                pixels = np.asarray(mask.resize((width, height))) > threshold
-                if pixels.any():  # else it was shrunk to nothing
-                    rle = coco_mask.encode(np.asfortranarray(pixels, dtype=np.uint8))
-                    bbox, area = (
-                        coco_mask.toBbox(rle).tolist(),
-                        int(coco_mask.area(rle)),
-                    )
-                    rle = {"size": rle["size"], "counts": rle["counts"].decode()}
-                    found = {
-                        "id": len(annotations) + 1,
-                        "image_id": number,
-                        "category_id": 1,
-                        "iscrowd": 0,
-                    }
-                    annotations.append(
-                        found | {"bbox": bbox, "area": area, "segmentation": rle}
-                    )
-        categories = [{"id": 1, "name": "nucleus"}]
-        content = {
-            "images": images,
-            "annotations": annotations,
-            "categories": categories,
-        }
-        (output / f"{split}.json").write_text(json.dumps(content))
-        print(f"{output / split}.json: {len(images)} images, {len(annotations)} masks")
+
+    categories = [{"id": 1, "name": "nucleus"}]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    path.write_text(json.dumps(content))
+    print(f"{path}: {len(images)} images, {len(annotations)} masks")
+
+
+def read_mask(path: Path, size: tuple[int, int]) -> np.ndarray:
+    with Image.open(path) as image:
+        mask = image.convert("L")
+    threshold = 127 if mask.getextrema()[1] > 127 else 0  # some tools write 0 and 1
+    return np.asarray(mask.resize(size)) > threshold
 
 
 def _type(pixels: np.ndarray) -> str:

@@ -1,9 +1,12 @@
-"""Errors that the user can fix, how their messages list names, and the check of a minimum."""
+"""Errors that the user can fix, their report, how messages list names, and checks of flags."""
 
 import difflib
 import errno
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 _FILE_ERRORS = (
     FileNotFoundError,
@@ -58,6 +61,20 @@ class PreflightError(ConfigError):
         )
         lines = [f"  - {problem}" for problem in self.problems]
         return "\n".join([head, *lines, self.unchecked]).rstrip("\n")
+
+
+@dataclass
+class CheckReport:
+    """All problems and warnings found before a run; what was left out because of problems."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    unchecked: str = ""
+
+    def raise_errors(self) -> None:
+        """Raise :class:`PreflightError` if there is an error."""
+        if self.errors:
+            raise PreflightError(self.errors, self.unchecked)
 
 
 class NormError(ConfigError):
@@ -145,6 +162,25 @@ def check_minimum(name: str, value: int, minimum: int = 1) -> None:
     """Raise ConfigError unless a value is an integer that is large enough."""
     if not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{name} ({value!r}): not an integer of {minimum} or more.")
+
+
+def check_fraction(name: str, value: Any) -> None:
+    """Raise ConfigError unless a value is a number between 0 and 1."""
+    if type(value) is not float or not 0 < value < 1:
+        raise ConfigError(
+            f"{name} ({value!r}): not between 0 and 1. Fix: give e.g. 0.1 for a tenth of the images."
+        )
+
+
+def existing_path(name: str, path: str, exists: Callable[[str], bool]) -> str:
+    """Return the absolute path of a local file or folder that ``exists``, by os.path; ``name`` is its flag."""
+    found = os.path.abspath(os.path.expanduser(path))
+    if not exists(found):
+        kind = "file" if exists is os.path.isfile else "folder"
+        raise MissingFileError(
+            f"{name} ('{path}'): no {kind} '{found}'. Fix: give an existing {kind}."
+        )
+    return found
 
 
 def similar_names(name: str, known: Iterable[str]) -> str:

@@ -35,12 +35,9 @@ def datasets_forgotten():
 
     before = set(data.DatasetCatalog)
     yield
-    source = sys.modules.get("gw_detectron.workbench.dataset.source")
     for name in set(data.DatasetCatalog) - before:
         data.DatasetCatalog.pop(name)
         data.MetadataCatalog.pop(name, None)
-        if source:
-            source._opened.pop(name, None)
 
 
 @pytest.fixture

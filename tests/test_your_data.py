@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from PIL import Image
+from PIL import ExifTags, Image
 from pycocotools import mask as coco_mask
 
 from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.dataset import read_datasets, register_datasets
 from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
+from gw_detectron.workbench.images import read_image
 
 from .documentation.pages import blocks, commands, read
 from .photos import photo_names, write_photos
@@ -112,6 +113,62 @@ def test_voc_boxes_become_coco(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("size", [(40, 20), (20, 40), None])
+def test_boxes_of_a_photo_that_exif_turns_stay_on_their_object(
+    tmp_path, monkeypatch, size
+):
+    """The stored photo is 20 x 40 pixels, the upright one 40 x 20; the box is in the one of ``size``."""
+    (tmp_path / "annots").mkdir()
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/a.txt").write_text("not a photo")
+    box = (1, 1, 10, 20) if size == (20, 40) else (21, 1, 40, 10)
+    photo = Image.new("RGB", (20, 40))
+    # in the upright photo the upper right corner, where the stored one has its upper left corner
+    photo.paste((255, 0, 0), (0, 0, 10, 20))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    photo.save(tmp_path / "images/a.png", exif=exif)
+    width, height = size or ("", "")
+    xml = f"<size><width>{width}</width><height>{height}</height></size>"
+    (tmp_path / "annots/a.xml").write_text(
+        f"<annotation>{xml}{voc_object('dog', 0, box)}</annotation>"
+    )
+
+    content = convert(monkeypatch, "bccd", tmp_path, split="annotations")
+
+    (image,), (annotation,) = content["images"], content["annotations"]
+    saved = read_image(tmp_path / "out/images/a.png", "RGB")
+    assert saved.shape[:2] == (image["height"], image["width"])
+    x, y, w, h = map(int, annotation["bbox"])
+    assert (saved[y : y + h, x : x + w] == (255, 0, 0)).all()
+    assert saved[:, :, 0].astype(bool).sum() == w * h
+
+
+@pytest.mark.parametrize("encoding", ["gb2312", "shift_jis", "utf-8", "utf-16"])
+def test_annotations_of_voc_in_other_encodings_and_forms(
+    tmp_path, monkeypatch, encoding, capsys
+):
+    Image.new("RGB", (40, 20)).save(tmp_path / "a.jpg")
+    forms = ["Unspecified", "", "False", "True", " 1 "]
+    objects = [voc_object("\u5929", form, (1, 1, 9, 9)) for form in forms]
+    rotated = "<object><name>\u5929</name><robndbox><cx>5</cx></robndbox></object>"
+    text = f'<?xml version="1.0" encoding="{encoding}"?>\n<annotation>{"".join(objects)}{rotated}</annotation>'
+    (tmp_path / "a.xml").write_bytes(text.encode(encoding))
+
+    content = convert(monkeypatch, "bccd", tmp_path, split="annotations")
+
+    assert content["categories"][0]["name"] == "\u5929"
+    assert [row["iscrowd"] for row in content["annotations"]] == [0, 0, 0, 1, 1]
+    assert "a: left out the box" in capsys.readouterr().out
+
+
+def test_a_broken_annotation_of_voc_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.xml").write_text("<annotation>")
+
+    with pytest.raises(SystemExit, match=r"a\.xml"):
+        convert(monkeypatch, "bccd", tmp_path)
+
+
 def voc_object(name, difficult, box):
     x, y, right, bottom = box
     return f"""
@@ -171,14 +228,22 @@ def test_images_of_nuclei_that_are_refused(tmp_path, monkeypatch, name, mode, to
         convert(monkeypatch, "nuclei", tmp_path)
 
 
-def convert(monkeypatch, name, folder, *flags):
-    """Run an example; return its train.json, which has to pass the checks."""
+@pytest.mark.parametrize("given", [".", "all/n0"])
+def test_the_folder_of_nuclei_is_named(tmp_path, monkeypatch, given):
+    (tmp_path / "all/n0/masks").mkdir(parents=True)
+
+    with pytest.raises(SystemExit, match="Fix: give .*/all\\."):
+        convert(monkeypatch, "nuclei", tmp_path / given)
+
+
+def convert(monkeypatch, name, folder, *flags, split="train"):
+    """Run an example; return a json of it, which has to pass the checks."""
     output = folder / "out"
     monkeypatch.setattr(sys, "argv", ["", str(folder), str(output), *flags])
     script = ROOT / "examples" / f"{name}_to_coco.py"
     runpy.run_path(str(script), run_name="__main__")
 
-    content = json.loads((output / "train.json").read_text())
+    content = json.loads((output / f"{split}.json").read_text())
     errors, _ = check_coco(content, DatasetNeeds(True, masks=name == "nuclei"))
     assert not errors
     return content

@@ -7,8 +7,8 @@ from detectron2.data import DatasetCatalog
 from detectron2.data.datasets import register_coco_instances
 from PIL import Image
 
+from gw_detectron.errors import CheckReport
 from gw_detectron.weights import open_start_weights
-from gw_detectron.workbench.dataset import CheckReport
 from gw_detectron.workbench.run.checks import check_run
 from gw_detectron.workbench.run.folder import check_output
 

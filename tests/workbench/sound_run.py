@@ -5,7 +5,7 @@ from pathlib import Path
 from detectron2.config import CfgNode, get_cfg
 
 from gw_detectron import add_gw_config
-from gw_detectron.workbench.dataset import CheckReport
+from gw_detectron.errors import CheckReport
 
 from ..tiny_run import CONFIG, OPTS
 

@@ -24,7 +24,7 @@ from ...weights import (
     trained_classes,
 )
 from ..console import check_folder
-from ..dataset.source import class_metadata, classes_of
+from ..dataset.metadata import class_metadata, classes_of
 from ..export import FORMATS, export_backbone, export_detector, read_image_for
 from .parsers import RunParser, new_parser
 

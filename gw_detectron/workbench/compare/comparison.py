@@ -18,15 +18,20 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from ...atomic import atomic_write, remove_unfinished
 from ...config import changed_config, flat_items
-from ...errors import ConfigError, RunError, check_minimum, summarize_names
+from ...errors import (
+    ConfigError,
+    RunError,
+    check_minimum,
+    existing_path,
+    summarize_names,
+)
 from ...modeling.build import object_count_keys
 from ...weights import open_start_weights
 from ...weights.opening import local_file
 from ...weights.reading import sha256_of
 from ...weights.recording import software_versions
 from ..console import safe_imports
-from ..dataset.datasets_yaml import existing_path, record_datasets
-from ..dataset.source import registered_datasets
+from ..dataset.registration import record_datasets
 from ..report.html import write_page
 from ..run import RunRequest, prepare
 from ..run.checks import check_run
@@ -181,8 +186,8 @@ def _check(what: Comparison) -> None:
             raise ConfigError(
                 "--test-json: needs --val-json for the rates, not --val-fraction or --datasets."
             )
-        existing_path(what.test.get("val_json", ""), "--test-json", os.path.isfile)
-        existing_path(what.test.get("val_images", ""), "--test-images", os.path.isdir)
+        existing_path("--test-json", what.test.get("val_json", ""), os.path.isfile)
+        existing_path("--test-images", what.test.get("val_images", ""), os.path.isdir)
 
 
 def _checked_config(what: Comparison, report: Report) -> CfgNode:
@@ -492,5 +497,4 @@ def _write_config(folder: Path, cfg: CfgNode, norm: str, rate: float) -> None:
     recommended = changed_config(cfg, {**norm_keys(norm), **keys})
     with atomic_write(folder / RECOMMENDED) as temporary:
         temporary.write_text(recommended.dump())
-    datasets = registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
-    record_datasets(datasets, str(folder))
+    record_datasets(cfg, str(folder))

@@ -1,27 +1,50 @@
-"""Content of COCO files: read, complete, split, and convert from and to Detectron2's records.
+"""Content of COCO files: read, complete, split, and convert to Detectron2's records.
 
 A content that these functions cannot use is left as it is: the checks of the data name its fault.
 """
 
 import codecs
+import contextlib
 import hashlib
 import json
 import os
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pycocotools.mask as mask_util
 from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathManager
 
-from ...errors import DataError, summarize_names
-from .geometry import is_polygon, mask_boxes, wrong_areas
+from ...errors import DataError, printable, summarize_names
+from .geometry import compressed, is_polygon, is_run_length, mask_boxes, wrong_areas
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 LARGEST_ID = 2**53  # pycocotools stores the ids of matches as float64
 _RECORD_FIELDS = ("iscrowd", "bbox", "keypoints", "category_id")
+
+
+class RecordReader:
+    """Iterates over the records of a content, and remembers the one that an error is about."""
+
+    def __init__(self) -> None:
+        self.record: Any = "the lists images, annotations and categories"
+
+    def read(self, records: Iterable[Any]) -> Iterator[Any]:
+        for self.record in records:
+            yield self.record
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turn an error of a malformed record into a DataError that shows it."""
+        try:
+            yield
+        except DataError:
+            raise
+        except MALFORMED as error:
+            shown = printable(f"{self.record!s:.80}")
+            raise DataError(
+                f"not in COCO format at {shown}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def read_json(path: str) -> Any:
@@ -30,10 +53,8 @@ def read_json(path: str) -> Any:
         text = file.read()
     try:
         return json.loads(text.decode())
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: also a number of thousands of digits
+    # ValueError: also a number of thousands of digits
+    except (ValueError, RecursionError) as error:
         mark = " without a byte order mark" if text.startswith(codecs.BOM_UTF8) else ""
         raise DataError(
             f"'{path}': invalid JSON: {error}. Fix: give JSON in UTF-8{mark}, not compressed."
@@ -41,9 +62,10 @@ def read_json(path: str) -> Any:
 
 
 def category_names(content: Any) -> dict[int, str]:
-    """Return the names of the categories by id; {} if the content is malformed."""
+    """Return the names of the categories by id, sorted by it; {} if the content is malformed."""
     try:
-        return {category["id"]: category["name"] for category in content["categories"]}
+        names = {category["id"]: category["name"] for category in content["categories"]}
+        return {number: names[number] for number in sorted(names)}
     except MALFORMED:
         return {}
 
@@ -58,9 +80,10 @@ def complete_coco(
 ) -> tuple[Any, list[str]]:
     """Add the fields that pycocotools reads where annotations lack them; replace wrong values.
 
-    ``area`` is the area of the mask, else of the box. ``iscrowd`` is 0 (also for null, which Detectron2 takes for 1) or
-    follows ``ignore``. ``id`` counts from 1. ``num_keypoints`` counts the labeled ones; without ``keypoints`` none is
-    labeled. A file with some of the ``classes`` of the run, names by id, gets the others.
+    ``area`` is the area of the mask, else of the box. ``iscrowd`` is 0 (also for null and texts such as "0", which
+    Detectron2 takes for 1) or follows ``ignore``. ``id`` counts from 1 where one is missing, repeated or unusable.
+    ``num_keypoints`` counts the labeled ones; without ``keypoints`` none is labeled. A file with some of the
+    ``classes`` of the run, names by id, gets the others.
 
     Returns:
         The content, the same object if it is complete, and a sentence for each kind of replaced value.
@@ -71,19 +94,16 @@ def complete_coco(
         completed = complete_annotations(with_classes)
         if completed == annotations:
             return with_classes, notes
-
-        wrong = replaced_values(annotations, completed)
     except MALFORMED:
         return content, []
 
-    for field, source in (
-        ("area", "mask or bbox"),
-        ("num_keypoints", "labeled keypoints"),
-    ):
-        if wrong[field]:
+    sources = {"area": "mask or bbox", "num_keypoints": "labeled keypoints"}
+    for field, source in sources.items():
+        count = len(replaced_values(annotations, completed, field))
+        if count:
             notes.append(
-                f"{len(wrong[field])} of {len(annotations)} annotations have a wrong {field}. The run's copy takes it "
-                f"from the {source}."
+                f"{count} of {len(annotations)} annotations have a wrong {field}. The run's copy takes it from the "
+                f"{source}."
             )
     return {**with_classes, "annotations": completed}, notes
 
@@ -95,9 +115,8 @@ def _add_classes(content: Any, classes: Mapping[int, str]) -> tuple[Any, list[st
 
     missing = {number: name for number, name in classes.items() if number not in own}
     added = [{"id": number, "name": name} for number, name in missing.items()]
-    note = (
-        f"categories: no {summarize_names(missing.values())}. The run's copy has them."
-    )
+    names = summarize_names(missing.values())
+    note = f"categories: no {names}. The run's copy has them."
     return {**content, "categories": [*content["categories"], *added]}, [note]
 
 
@@ -105,30 +124,36 @@ def complete_annotations(content: Any) -> list[dict[str, Any]]:
     """Return the annotations of a content with the fields that :func:`complete_coco` adds."""
     annotations = content["annotations"]
     areas, is_wrong = _areas(content)
-    has_ids = all(is_match_id(annotation.get("id")) for annotation in annotations)
+    ids = [annotation.get("id") for annotation in annotations]
+    has_ids = all(map(is_match_id, ids)) and len(set(ids)) == len(ids)
     lengths = [len(annotation.get("keypoints") or ()) for annotation in annotations]
     unlabeled = [0] * max(lengths, default=0)
 
     completed = []
     for index, annotation in enumerate(annotations):
         fields = {"area": areas[index], **annotation}
-        fields["iscrowd"] = annotation.get("iscrowd") or 0
+        fields["iscrowd"] = _is_set(annotation.get("iscrowd"))
         if not has_ids:
             fields["id"] = index + 1
         if annotation.get("ignore", 0) != 0:
             # Detectron2 refuses it; a crowd, too, is neither trained on nor counted
-            fields["iscrowd"] = int(bool(annotation["ignore"] or fields["iscrowd"]))
+            fields["iscrowd"] |= _is_set(annotation["ignore"])
             fields["ignore"] = 0
         if is_wrong[index]:
             fields["area"] = areas[index]
         if unlabeled:
             keypoints = annotation.get("keypoints") or unlabeled
-            fields["keypoints"] = keypoints
-            fields["num_keypoints"] = sum(
-                visibility > 0 for visibility in keypoints[2::3]
-            )
+            labeled = [visibility > 0 for visibility in keypoints[2::3]]
+            fields |= {"keypoints": keypoints, "num_keypoints": sum(labeled)}
         completed.append(fields)
     return completed
+
+
+def _is_set(value: Any) -> int:
+    """Return 1 for a flag that is set, else 0; tools write it as a number, as true or as a text."""
+    if isinstance(value, str):
+        value = value.strip().lower() not in ("", "0", "0.0", "false", "no")
+    return int(bool(value))
 
 
 def _areas(content: Any) -> tuple[list[float], np.ndarray]:
@@ -137,40 +162,37 @@ def _areas(content: Any) -> tuple[list[float], np.ndarray]:
     sizes = {
         image["id"]: (image["height"], image["width"]) for image in content["images"]
     }
-    image_sizes = [
-        sizes.get(annotation["image_id"], (0, 0)) for annotation in annotations
-    ]
-    masks = mask_boxes([a.get("segmentation") for a in annotations], image_sizes)[1]
+    owners = [sizes.get(annotation["image_id"], (0, 0)) for annotation in annotations]
+    masks = mask_boxes([a.get("segmentation") for a in annotations], owners)[1]
 
     sides = np.array([annotation["bbox"][2:] for annotation in annotations], float)
     boxes = sides.reshape(-1, 2).prod(axis=1)
     if not np.isfinite(boxes).all():
         raise ValueError("bbox: not finite")
 
-    # NumPy would read a number from a text, which pycocotools cannot
-    values = [annotation.get("area") for annotation in annotations]
-    numbers = [value if isinstance(value, (int, float)) else np.nan for value in values]
-    given = np.array(numbers, float)
-    is_crowd = np.array(
-        [bool(annotation.get("iscrowd")) for annotation in annotations], bool
-    )
-    return np.where(masks > 0, masks, boxes).tolist(), wrong_areas(
-        given, boxes, masks
-    ) & ~is_crowd
+    given = np.array([_number(a.get("area")) for a in annotations], float)
+    is_crowd = [bool(_is_set(annotation.get("iscrowd"))) for annotation in annotations]
+    is_wrong = wrong_areas(given, boxes, masks) & ~np.array(is_crowd, bool)
+    return np.where(masks > 0, masks, boxes).tolist(), is_wrong
+
+
+def _number(value: Any) -> float:
+    """Return a number as a float, NaN for anything else; a text is none, as for pycocotools."""
+    is_number = isinstance(value, (int, float)) and abs(value) < 1e15
+    return float(value) if is_number else np.nan
 
 
 def replaced_values(
-    annotations: Sequence[dict[str, Any]], completed: Sequence[dict[str, Any]]
-) -> dict[str, list[Any]]:
-    """Return the ids of annotations whose given value of a field was replaced, by field."""
-    replaced: dict[str, list[Any]] = {"area": [], "num_keypoints": [], "id": []}
-    for annotation, right in zip(annotations, completed, strict=True):
-        for field, ids in replaced.items():
-            if field in annotation and annotation[field] != right.get(
-                field, annotation[field]
-            ):
-                ids.append(annotation.get("id"))
-    return replaced
+    annotations: Sequence[dict[str, Any]],
+    completed: Sequence[dict[str, Any]],
+    field: str,
+) -> list[Any]:
+    """Return the ids of annotations whose given value of a field was replaced."""
+    return [
+        given.get("id")
+        for given, right in zip(annotations, completed, strict=True)
+        if field in given and given[field] != right.get(field, given[field])
+    ]
 
 
 def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
@@ -198,9 +220,7 @@ def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
     def part(in_val: bool) -> Any:
         images = [i for i in content["images"] if (places[i["id"]] < border) is in_val]
         pairs = zip(content["annotations"], owners, strict=True)
-        annotations = [
-            annotation for annotation, place in pairs if (place < border) is in_val
-        ]
+        annotations = [a for a, place in pairs if (place < border) is in_val]
         return {**content, "images": images, "annotations": annotations}
 
     return part(False), part(True)
@@ -215,48 +235,55 @@ def _place(file_name: str) -> float:
 def content_to_records(content: Any, image_root: str) -> list[dict[str, Any]]:
     """Return Detectron2's records of a COCO content, as its ``load_coco_json`` reads them from a file.
 
+    A mask that is not one of its image is left out. Another format is a DataError.
     Source: docs of Detectron2, "Use Custom Datasets". A second parse of a file of COCO's size takes a minute.
     """
-    indices = {
-        number: index for index, number in enumerate(sorted(category_names(content)))
-    }
-    by_image: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for annotation in content.get(
-        "annotations", ()
-    ):  # the official test images have none
-        record = _object_record(annotation)
-        if record is not None:
-            record["category_id"] = indices[annotation["category_id"]]
-            by_image[annotation["image_id"]].append(record)
-
-    return [
-        {
-            "file_name": os.path.join(image_root, image["file_name"]),
-            "height": image["height"],
-            "width": image["width"],
-            "image_id": image["id"],
-            "annotations": by_image[image["id"]],
+    reader = RecordReader()
+    with reader.errors():
+        indices = {
+            number: index for index, number in enumerate(category_names(content))
         }
-        for image in sorted(content["images"], key=lambda image: image["id"])
-    ]
+        images = sorted(content["images"], key=lambda image: image["id"])
+        records = {
+            image["id"]: {
+                "file_name": os.path.join(image_root, image["file_name"]),
+                "height": image["height"],
+                "width": image["width"],
+                "image_id": image["id"],
+                "annotations": [],
+            }
+            for image in reader.read(images)
+        }
+
+        # the official test images have none
+        for annotation in reader.read(content.get("annotations", ())):
+            owner = records.get(annotation["image_id"])
+            if owner is None:
+                continue
+            record = _object_record(annotation, (owner["height"], owner["width"]))
+            if record is not None:
+                record["category_id"] = indices[annotation["category_id"]]
+                owner["annotations"].append(record)
+        return list(records.values())
 
 
-def _object_record(annotation: dict[str, Any]) -> dict[str, Any] | None:
+def _object_record(
+    annotation: dict[str, Any], size: tuple[int, int]
+) -> dict[str, Any] | None:
     """Return the record of an object; None, as in Detectron2, if its polygons are all invalid."""
     record = {
         field: annotation[field] for field in _RECORD_FIELDS if field in annotation
     }
     record["bbox_mode"] = BoxMode.XYWH_ABS
 
-    mask = annotation.get("segmentation") or None
-    if isinstance(mask, dict) and isinstance(mask["counts"], list):
-        mask = mask_util.frPyObjects(mask, *mask["size"])
-    elif isinstance(mask, list):
-        mask = [polygon for polygon in mask if is_polygon(polygon)]
-        if not mask:
+    mask = annotation.get("segmentation")
+    if mask and is_run_length(mask, size):
+        record["segmentation"] = compressed(mask)
+    elif isinstance(mask, list) and mask:
+        polygons = [polygon for polygon in mask if is_polygon(polygon)]
+        if not polygons:
             return None
-    if mask:
-        record["segmentation"] = mask
+        record["segmentation"] = polygons
 
     if annotation.get("keypoints"):
         # COCO's are pixel indices, Detectron2's are coordinates
@@ -265,58 +292,3 @@ def _object_record(annotation: dict[str, Any]) -> dict[str, Any] | None:
             for index, value in enumerate(annotation["keypoints"])
         ]
     return record
-
-
-def records_to_content(
-    records: Sequence[dict], classes: Sequence[str] | None, *, evaluated: bool
-) -> Any:
-    """Describe the records of a dataset that is a Python function as a COCO content.
-
-    Returns None if the records have no annotated sizes and boxes in pixels, e.g. for another task. DataError: a record
-    lacks a field that an evaluation reads.
-    """
-    if evaluated and classes is None:
-        raise DataError("no class names. Fix: set thing_classes of its metadata.")
-
-    images: list[dict[str, Any]] = []
-    annotations: list[dict[str, Any]] = []
-    for number, record in enumerate(records):
-        missing = {"file_name", "height", "width", "image_id"} - record.keys()
-        if missing and evaluated:
-            raise DataError(
-                f"record {number}: has no {', '.join(sorted(missing))}, which the evaluation reads. Fix: add it to the "
-                "records."
-            )
-        if missing - {"image_id"} or "annotations" not in record:
-            return None
-
-        image_id = record.get("image_id", number)
-        image = {field: record[field] for field in ("file_name", "height", "width")}
-        images.append({**image, "id": image_id})
-        for annotation in record["annotations"]:
-            box = _xywh(annotation)
-            if box is None:
-                return None
-            place = {"id": len(annotations) + 1, "image_id": image_id, "bbox": box}
-            annotations.append({**annotation, **place})
-
-    if classes is None:
-        count = 1 + max(
-            (annotation["category_id"] for annotation in annotations), default=-1
-        )
-        classes = [str(index) for index in range(count)]
-    categories = [{"id": index, "name": name} for index, name in enumerate(classes)]
-    content = {"images": images, "annotations": annotations, "categories": categories}
-    return complete_coco(content)[0]
-
-
-def _xywh(annotation: dict[str, Any]) -> list[float] | None:
-    """Return the box of an object as x, y, width, height; None if it has another format."""
-    mode = annotation.get("bbox_mode")
-    box = list(annotation.get("bbox", ()))
-    if (
-        mode == BoxMode.XYXY_ABS and len(box) == 4
-    ):  # BoxMode.convert would round to float32
-        x0, y0, x1, y1 = box
-        return [x0, y0, x1 - x0, y1 - y0]
-    return box if mode in (BoxMode.XYWH_ABS, BoxMode.XYXY_ABS) else None

@@ -1,6 +1,6 @@
 """Compare a detector's limits, image sizes and anchors with the objects of its datasets."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from detectron2.config import CfgNode
@@ -22,16 +22,8 @@ def check_fit(
     }
     if not counts or not with_objects:
         return
-    tested = {
-        name: with_objects[name] for name in cfg.DATASETS.TEST if name in with_objects
-    }
-    trained = {}
-    if not eval_only:
-        trained = {
-            name: with_objects[name]
-            for name in cfg.DATASETS.TRAIN
-            if name in with_objects
-        }
+    tested = _of_names(with_objects, cfg.DATASETS.TEST)
+    trained = {} if eval_only else _of_names(with_objects, cfg.DATASETS.TRAIN)
 
     yield from _low_limit(cfg, tested, "TEST.DETECTIONS_PER_IMAGE", "cannot be found")
     if "MODEL.ROI_HEADS.NUM_CLASSES" in counts:
@@ -46,8 +38,14 @@ def check_fit(
     if trained:
         sides = training_sides(cfg)
         boxes = np.concatenate([data.resized(*sides) for data in trained.values()])
-        yield from _other_sizes(cfg, np.sqrt(boxes.prod(axis=1)), tested)
+        yield from _other_sizes(cfg, boxes, tested)
         yield from _poor_anchors(cfg, boxes)
+
+
+def _of_names(
+    data: Mapping[str, Fingerprint], names: Sequence[str]
+) -> dict[str, Fingerprint]:
+    return {name: data[name] for name in names if name in data}
 
 
 def _unused_images(cfg: CfgNode, trained: Mapping[str, Fingerprint]) -> Iterator[str]:
@@ -76,11 +74,11 @@ def _low_batch(cfg: CfgNode, trained: Mapping[str, Fingerprint]) -> Iterator[str
 
 
 def _other_sizes(
-    cfg: CfgNode, trained: np.ndarray, tested: Mapping[str, Fingerprint]
+    cfg: CfgNode, boxes: np.ndarray, tested: Mapping[str, Fingerprint]
 ) -> Iterator[str]:
-    """Warn where objects of the evaluation are half or twice as large as the ``trained`` sizes."""
+    """Warn where objects of the evaluation are half or twice as large as the resized boxes of the training."""
     sides = (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
-    usual = np.median(trained)
+    usual = np.median(np.sqrt(boxes.prod(axis=1)))
     for name, data in tested.items():
         size = np.median(data.sizes(*sides))
         if not 0.5 < size / usual < 2:

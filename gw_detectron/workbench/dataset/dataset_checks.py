@@ -1,24 +1,42 @@
 """Check that the datasets of a run are complete and fit the model."""
 
+import contextlib
 import functools
 import os
 import unicodedata
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from pathlib import PureWindowsPath
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.detection_utils import create_keypoint_hflip_indices
 
-from ...errors import DataError, PreflightError, similar_names, summarize_names
+from ...errors import (
+    CheckReport,
+    DataError,
+    similar_names,
+    summarize_names,
+)
 from ...modeling.build import CLASS_COUNTS
-from ..images import content_key, upright_size
-from .annotation_checks import DatasetNeeds, Fault, check_coco, describe
+from ..images import content_key, find_images, read_header
+from .annotation_checks import check_coco
 from .data_fit import check_fit
+from .faults import (
+    COPIES,
+    LEFT_OUT,
+    MISSING_IMAGE,
+    WRONG_SIZE,
+    Fault,
+    describe,
+)
 from .fingerprint import Fingerprint
-from .source import CocoSource, open_registered
+from .registration import open_dataset
+from .shape_checks import DatasetNeeds
+from .source import CocoSource
 
 #: values of a dataset's metadata ``evaluator_type`` that are evaluated by the COCO rules
 _COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
@@ -28,35 +46,10 @@ _EVALUATORS = {
     "SemanticSegmentor": ("coco_panoptic_seg", "sem_seg"),
 }
 _MOST_HEADERS = 1000  # a few seconds on a network disk
-_MISSING = Fault(
-    "are missing",
-    "put them there, or correct file_name, which is relative to the folder of images",
-)
-_UNREADABLE = Fault(
-    "cannot be read or have another width x height",
-    "correct them; the size is after EXIF rotation",
-)
-_COPIES = Fault(
-    "are copies", "remove them; AP on images of the training is too high", 1
-)
 _KEYPOINT_FIX = (
     "Fix: write them into the categories of the json, as keypoints, or both keys into --datasets FILE "
     "(docs/your_data.md); of a dataset registered in Python, set them in MetadataCatalog."
 )
-
-
-@dataclass
-class CheckReport:
-    """All problems and warnings found before a run; what was left out because of problems."""
-
-    errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    unchecked: str = ""
-
-    def raise_errors(self) -> None:
-        """Raise :class:`PreflightError` if there is an error."""
-        if self.errors:
-            raise PreflightError(self.errors, self.unchecked)
 
 
 def check_datasets(
@@ -112,9 +105,8 @@ class _DatasetChecks:
         self.classes: dict[str, Sequence[str] | None] = {}  # None: unknown
         self.fingerprints: dict[str, Fingerprint] = {}
         self._report = report
-        self._photos: dict[
-            str, tuple[str, Any, str]
-        ] = {}  # dataset, id and file by content
+        # dataset, id and file by content
+        self._photos: dict[str, tuple[str, Any, str]] = {}
 
     def check(self, name: str, needs: DatasetNeeds) -> None:
         """Check the files of a dataset."""
@@ -127,93 +119,85 @@ class _DatasetChecks:
             return
 
         metadata = MetadataCatalog.get(name)
-        evaluator = metadata.get("evaluator_type", "coco")
-        file = (
-            metadata.get("source") or metadata.get("json_file") or "a Python function"
-        )
-        where = f"Dataset '{name}' ('{file}')"
         self.classes[name] = metadata.get("thing_classes")
-        if evaluator == "lvis":  # its files name images by address
+        if metadata.get("evaluator_type") == "lvis":  # its files name images by address
             return
+        file = metadata.get("source") or metadata.get("json_file")
+        errors: list[str] = []
+        warnings: list[str] = []
         try:
-            evaluated = not needs.training and evaluator != "sem_seg"
-            source = open_registered(name, evaluated=evaluated)
-            if source is None:
-                return
-            errors, warnings = self._check_source(name, source, needs)
+            source = open_dataset(name)
+            if source is not None:
+                errors, warnings = self._check_source(name, source, needs)
         except FileNotFoundError:
-            errors, warnings = (
-                [f"file not found. {_place(metadata.get('made_by'))}"],
-                [],
-            )
-        except (
-            DataError,
-            OSError,
-            ValueError,
-        ) as error:  # ValueError: of a handler of addresses
+            errors = [f"file not found. {_place(metadata.get('made_by'))}"]
+        # ValueError: of a handler of addresses
+        except (DataError, OSError, ValueError) as error:
             text = str(error).removeprefix(f"'{file}': ")
-            errors, warnings = (
-                [text if "Fix: " in text else f"{text}. Fix: correct the file."],
-                [],
-            )
+            errors = [text if "Fix: " in text else f"{text}. Fix: correct the file."]
+
+        where = f"Dataset '{name}' ('{file}')"
         self._report.errors += [f"{where}: {error}" for error in errors]
         self._report.warnings += [f"{where}: {warning}" for warning in warnings]
 
     def _check_source(
         self, name: str, source: CocoSource, needs: DatasetNeeds
     ) -> tuple[list[str], list[str]]:
-        errors, warnings = check_coco(
-            source.content, needs, is_filled_in=source.is_filled_in
-        )
+        content = source.content
+        errors, warnings = check_coco(content, needs, is_filled_in=source.is_filled_in)
         self.fingerprints[name] = source.fingerprint
+        self.classes[name] = source.fingerprint.classes
         is_empty = not len(source.fingerprint.boxes)
         # the official test images have no annotations
-        if is_empty and not needs.training and "annotations" in source.content:
+        if is_empty and not needs.training and "annotations" in content:
             warnings.append(
                 "no object to evaluate: AP is not a number. Fix: give other images."
             )
-        if source.dataset.json:
-            self.classes[name] = source.fingerprint.classes
 
         root = source.dataset.images
-        if "://" not in root:  # a header would cost a download
-            found = self._check_images(
-                name, root, source.content["images"], needs.percentiles
-            )
-            errors = errors + found[0]
-            warnings = warnings + found[1]
-        return errors, warnings + source.notes
-
-    def _check_images(
-        self, name: str, root: str, images: Sequence[dict], percentiles: Sequence[float]
-    ) -> tuple[list[str], list[str]]:
-        """Return errors and warnings of images: whether all exist, and what some headers say."""
+        if "://" in root:  # a header would cost a download
+            return errors, warnings + source.notes
         if not os.path.isdir(root):
-            return [f"the folder of images '{root}' does not exist. {_place()}"], []
-        missing = _missing_files(root, images)
-        if missing:
-            return describe({_MISSING: missing}, len(images), "images")
+            errors.append(f"the folder of images '{root}' does not exist. {_place()}")
+            return errors, warnings + source.notes
 
-        checked = images[:: -(-len(images) // _MOST_HEADERS)]
-        found: dict[Fault, list[str]] = {_UNREADABLE: [], _COPIES: []}
-        for image in checked:
-            path = os.path.join(root, image["file_name"])
+        images = content["images"]
+        if missing := _missing_files(root, images):
+            more = describe({MISSING_IMAGE: missing}, len(images), "images")
+        else:
+            checked = images[:: -(-len(images) // _MOST_HEADERS)]
+            found = self._image_faults(name, root, checked, needs.percentiles)
+            more = describe(found, len(checked), "checked images")
+        return errors + more[0], warnings + more[1] + source.notes
+
+    def _image_faults(
+        self, name: str, root: str, images: Sequence[dict], percentiles: Sequence[float]
+    ) -> dict[Fault, list[str]]:
+        """Return the faults that headers and ends of image files show."""
+        found: dict[Fault, list[str]] = defaultdict(list)
+        for image in images:
+            file = image["file_name"]
+            path = os.path.join(root, file)
             try:
-                width, height = upright_size(path, percentiles)[:2]
+                header = read_header(path, percentiles)
+                key = content_key(path)
             except DataError as error:
-                found[_UNREADABLE].append(str(error).partition(" Fix: ")[0])
+                _, _, text = str(error).rstrip(".").partition("): ")
+                reason, _, fix = text.removeprefix("cannot be read: ").partition(
+                    ". Fix: "
+                )
+                found[Fault(f"cannot be used: {reason}", fix)].append(file)
                 continue
-            if (width, height) != (image["width"], image["height"]):
-                found[_UNREADABLE].append(
-                    f"'{image['file_name']}' is {width} x {height}"
-                )
-            photo = (name, image["id"], image["file_name"])
-            first = self._photos.setdefault(content_key(path), photo)
-            if first[:2] != photo[:2]:
-                found[_COPIES].append(
-                    f"{image['file_name']} is {first[2]} of {first[0]}"
-                )
-        return describe(found, len(checked), "checked images")
+            if (header.width, header.height) != (image["width"], image["height"]):
+                size = f"{header.width} x {header.height}"
+                found[WRONG_SIZE].append(f"'{file}' is {size}")
+            if header.left_out:
+                found[LEFT_OUT].append(f"{file}: {header.left_out}")
+
+            first = self._photos.setdefault(key, (name, image["id"], file))
+            if first[:2] != (name, image["id"]):
+                found[COPIES].append(f"{file} is {first[2]} of {first[0]}")
+        return found
 
 
 def _missing_files(root: str, images: Sequence[dict]) -> list[str]:
@@ -224,20 +208,32 @@ def _missing_files(root: str, images: Sequence[dict]) -> list[str]:
     def files(folder: str) -> set[str]:
         return set(os.listdir(folder)) if os.path.isdir(folder) else set()
 
+    paths = sorted({os.path.join(root, image["file_name"]) for image in images})
     missing = []
-    for path in sorted({os.path.join(root, image["file_name"]) for image in images}):
+    for path in paths:
         folder, name = os.path.split(path)
-        if name in files(folder):
-            continue
-        folder, name = os.path.split(path.replace("\\", "/"))
-        similar = {_plain(file): file for file in files(folder)}.get(_plain(name))
-        missing.append(f"{path} (there is {similar!a})" if similar else path)
+        if name not in files(folder):
+            missing.append(path)
+    if not missing:
+        return []
+
+    with contextlib.suppress(DataError, OSError):  # no image at all
+        there = {_plain(str(file)): file for file in find_images(root)}
+        similar = {path: there.get(_plain(path)) for path in missing}
+        return [
+            f"{path} (there is {os.path.relpath(file, root)!a})" if file else path
+            for path, file in similar.items()
+        ]
     return missing
 
 
-def _plain(name: str) -> str:
-    """Return a file name without differences of case, and of accents as macOS and others write them."""
-    return unicodedata.normalize("NFC", name).casefold()
+def _plain(path: str) -> str:
+    """Return the name of an image without what differs between tools and systems.
+
+    These are folders, the suffix, case, accents as macOS and others write them, and codes of addresses.
+    """
+    stem = PureWindowsPath(unquote(path)).stem
+    return unicodedata.normalize("NFC", stem).casefold()
 
 
 def _place(made_by: str | None = None) -> str:

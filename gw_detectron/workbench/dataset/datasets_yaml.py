@@ -1,8 +1,8 @@
-"""datasets.yaml: read a user's datasets from it, and write it as the record of a run."""
+"""Datasets as a user describes them, and their yaml: read it, and write it as the record of a run."""
 
 import os
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, fields
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,38 @@ import yaml
 
 from ...atomic import atomic_write
 from ...config import parse_config
-from ...errors import ConfigError, MissingFileError, similar_names
-from .source import CocoDataset, CocoDatasets, opened
+from ...errors import ConfigError, check_fraction, existing_path, similar_names
 
 DATASETS_FILE = "datasets.yaml"  # in a run folder, beside config.yaml
 _PATHS = ("json", "images")
 
 
-def record_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") -> None:
-    """Write ``datasets.yaml`` and the derived annotation files to a folder of a run folder.
+@dataclass(frozen=True)
+class CocoDataset:
+    """A dataset in COCO format, as a user names it."""
+
+    json: str  # the annotation file
+    images: str  # the folder to which file_name in it is relative
+    # share of the images that become a dataset of their own, for validation
+    val_fraction: float = 0.0
+    # default: from the file's categories
+    keypoint_names: list[str] = field(default_factory=list)
+    # pairs that a horizontal flip exchanges; default: names that differ only in left and right
+    keypoint_flip_map: list[list[str]] = field(default_factory=list)
+    # command that writes the files; the message on a missing file names it
+    made_by: str = ""
+
+
+@dataclass(frozen=True)
+class CocoDatasets:
+    """The datasets of a run by name, for training and evaluation."""
+
+    train: dict[str, CocoDataset] = field(default_factory=dict)
+    val: dict[str, CocoDataset] = field(default_factory=dict)
+
+
+def write_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") -> None:
+    """Write ``datasets.yaml`` to a folder of a run folder.
 
     Paths of files in the run folder are relative, so that it can be moved. Without datasets, the ``datasets.yaml`` of
     an earlier run is removed.
@@ -34,8 +57,6 @@ def record_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") -
     tree: dict[str, Any] = {}
     for role, named in roles.items():
         for name, dataset in named.items():
-            if source := opened(name):
-                source.write()
             given = {key: value for key, value in asdict(dataset).items() if value}
             if Path(dataset.json).is_relative_to(top):
                 given["json"] = os.path.relpath(dataset.json, folder)
@@ -55,7 +76,7 @@ def read_datasets(path: str) -> CocoDatasets:
         MissingFileError: the yaml does not exist.
         ConfigError: the yaml has an unknown key or a value of the wrong type.
     """
-    path = existing_path(path, "--datasets", os.path.isfile)
+    path = existing_path("--datasets", path, os.path.isfile)
     with open(path, encoding="utf-8", errors="replace") as file:
         tree = parse_config(file.read(), path)
     _check_keys(tree, ("train", "val"), path, "")
@@ -79,12 +100,12 @@ def _read_dataset(given: Any, role: str, name: str, path: str) -> CocoDataset:
         raise ConfigError(
             f"'{path}', {key}: expected json: FILE and images: FOLDER below it."
         )
-    known = [field.name for field in fields(CocoDataset)]
+    known = [each.name for each in fields(CocoDataset)]
     if role == "val":
         known.remove("val_fraction")
     _check_keys(given, known, path, f"{key}.")
     if "val_fraction" in given:
-        check_fraction(given["val_fraction"], f"'{path}', {key}.val_fraction")
+        check_fraction(f"'{path}', {key}.val_fraction", given["val_fraction"])
 
     folder = os.path.dirname(path)
     absolute = {}
@@ -104,22 +125,3 @@ def _check_keys(
             raise ConfigError(
                 f"'{path}': unknown key '{prefix}{key}'.{similar_names(key, known)} Fix: use {', '.join(known)}."
             )
-
-
-def check_fraction(value: Any, name: str) -> None:
-    """Raise ConfigError unless a value is a number between 0 and 1."""
-    if type(value) is not float or not 0 < value < 1:
-        raise ConfigError(
-            f"{name} ({value!r}): not between 0 and 1. Fix: give e.g. 0.1 for a tenth of the images."
-        )
-
-
-def existing_path(path: str, name: str, exists: Callable[[str], bool]) -> str:
-    """Return the absolute path of a local file or folder that ``exists``, by os.path; ``name`` is its flag."""
-    found = os.path.abspath(os.path.expanduser(path))
-    if not exists(found):
-        kind = "file" if exists is os.path.isfile else "folder"
-        raise MissingFileError(
-            f"{name} ('{path}'): no {kind} '{found}'. Fix: give an existing {kind}."
-        )
-    return found

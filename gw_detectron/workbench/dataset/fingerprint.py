@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import DataError
-from .coco_content import MALFORMED
+from .coco_content import RecordReader
 from .coco_scores import counted_detections
 
 #: score -> areas in pixels that it counts. Source: pycocotools, Params.setDetParams
@@ -27,15 +26,13 @@ class Fingerprint:
 
     classes: list[str]  # in the order of the category ids
     images: np.ndarray  # width and height of each image, (I, 2)
-    boxes: (
-        np.ndarray
-    )  # width and height of each object's box in pixels of its image, (N, 2)
+    # width and height of each object's box in pixels of its image, (N, 2)
+    boxes: np.ndarray
     areas: np.ndarray  # area of each object as COCO's scores by size take it, (N)
     image: np.ndarray  # index of each object's image, (N)
     category: np.ndarray  # index of each object's class, (N)
-    masks: Counter[
-        str
-    ]  # number of objects by their segmentation: "polygon", "rle" or "none"
+    # number of objects by their segmentation: "polygon", "rle" or "none"
+    masks: Counter[str]
     crowds: int  # annotations with iscrowd, which are not trained on
     unusable: int  # other annotations that cannot be learned
 
@@ -96,50 +93,41 @@ class Fingerprint:
         return np.sqrt(self.resized(shorter, longest).prod(axis=1))
 
 
-def read_fingerprint(*contents: Any) -> Fingerprint:
-    """Read the contents of COCO files, which have the same classes; another format is a DataError."""
-    classes: list[str] = []
-    sizes: list[tuple[float, float]] = []
-    rows: list[tuple[float, ...]] = []
-    masks: Counter[str] = Counter()
-    crowds = annotations = 0
-    record: Any = "the lists images, annotations and categories"
-    try:
-        for content in contents:
-            names = {
-                category["id"]: category["name"] for category in content["categories"]
-            }
-            numbers = sorted(names)  # as Detectron2 counts classes
-            categories = {number: index for index, number in enumerate(numbers)}
-            classes = max(classes, [names[number] for number in numbers], key=len)
+def read_fingerprint(content: Any) -> Fingerprint:
+    """Read the content of a COCO file; another format is a DataError."""
+    reader = RecordReader()
+    with reader.errors():
+        # as Detectron2 counts classes
+        names = {row["id"]: row["name"] for row in content["categories"]}
+        categories = {number: index for index, number in enumerate(sorted(names))}
 
-            images: dict[Any, int] = {}
-            for record in content["images"]:
-                images[record["id"]] = len(sizes)
-                sizes.append((float(record["width"]), float(record["height"])))
+        images: dict[Any, int] = {}
+        sizes: list[tuple[float, float]] = []
+        for image in reader.read(content["images"]):
+            images[image["id"]] = len(sizes)
+            sizes.append(_size(image))
 
-            for record in content.get("annotations", ()):
-                annotations += 1
-                if record.get("iscrowd"):
-                    crowds += 1
-                    continue
-                image = images.get(record.get("image_id"), -1)
-                category = categories.get(record.get("category_id"), -1)
-                if image < 0 or category < 0:
-                    continue
-                size = _clipped(record.get("bbox"), sizes[image])
-                if size is not None:
-                    area = float(record.get("area") or size[0] * size[1])
-                    rows.append((*size, area, image, category))
-                    masks[_mask_kind(record.get("segmentation"))] += 1
-    except MALFORMED as error:
-        raise DataError(
-            f"not in COCO format at {record!s:.80}: {type(error).__name__}: {error}"
-        ) from error
+        objects = []
+        masks: Counter[str] = Counter()
+        crowds = 0
+        annotations = content.get("annotations", ())
+        for annotation in reader.read(annotations):
+            if annotation.get("iscrowd"):
+                crowds += 1
+                continue
+            image = images.get(annotation.get("image_id"))
+            category = categories.get(annotation.get("category_id"))
+            if image is None or category is None:
+                continue
+            box = _clipped(annotation.get("bbox"), sizes[image])
+            if box is not None:
+                area = float(annotation.get("area") or box[0] * box[1])
+                objects.append((*box, area, image, category))
+                masks[_mask_kind(annotation.get("segmentation"))] += 1
 
-    table = np.array(rows, float).reshape(-1, 5)
+    table = np.array(objects, float).reshape(-1, 5)
     return Fingerprint(
-        classes=classes,
+        classes=[names[number] for number in categories],
         images=np.array(sizes).reshape(-1, 2),
         boxes=table[:, :2],
         areas=table[:, 2],
@@ -147,8 +135,33 @@ def read_fingerprint(*contents: Any) -> Fingerprint:
         category=table[:, 4].astype(int),
         masks=masks,
         crowds=crowds,
-        unusable=annotations - crowds - len(rows),
+        unusable=len(annotations) - crowds - len(objects),
     )
+
+
+def join_fingerprints(parts: Sequence[Fingerprint]) -> Fingerprint:
+    """Join the fingerprints of files that have the same classes."""
+    counts = [len(part.images) for part in parts]
+    first = np.cumsum(counts) - counts  # image of each part
+    shifted = [part.image + start for part, start in zip(parts, first, strict=True)]
+    return Fingerprint(
+        classes=max((part.classes for part in parts), key=len),
+        images=np.concatenate([part.images for part in parts]),
+        boxes=np.concatenate([part.boxes for part in parts]),
+        areas=np.concatenate([part.areas for part in parts]),
+        image=np.concatenate(shifted),
+        category=np.concatenate([part.category for part in parts]),
+        masks=sum((part.masks for part in parts), Counter()),
+        crowds=sum(part.crowds for part in parts),
+        unusable=sum(part.unusable for part in parts),
+    )
+
+
+def _size(image: dict[str, Any]) -> tuple[float, float]:
+    width, height = float(image["width"]), float(image["height"])
+    if not (width >= 1 and height >= 1):
+        raise ValueError("width or height is not 1 or more")
+    return width, height
 
 
 def _mask_kind(mask: Any) -> str:

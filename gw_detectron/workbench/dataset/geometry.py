@@ -1,6 +1,5 @@
-"""Compare masks, boxes, areas and keypoints of COCO annotations, vectorized."""
+"""Compare masks, boxes and areas of COCO annotations, vectorized."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +10,14 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
+_MOST_PIXELS = 2**32  # pycocotools counts in 32 bits, and reads memory of others beyond
+
 
 def is_coordinates(points: Any) -> bool:
     """Return whether points look like a flat list of numbers."""
-    return isinstance(points, list) and (
-        not points or isinstance(points[0], (int, float))
-    )
+    if not isinstance(points, list):
+        return False
+    return not points or isinstance(points[0], (int, float))
 
 
 def is_polygon(points: Any) -> bool:
@@ -26,16 +27,22 @@ def is_polygon(points: Any) -> bool:
 
 def is_run_length(mask: Any, size: tuple[int, int]) -> bool:
     """Return whether a mask is an RLE of an image of ``size`` (height, width)."""
-    if (
-        not isinstance(mask, dict)
-        or tuple(mask.get("size", ())) != size
-        or min(size) < 1
-    ):
+    if not isinstance(mask, dict) or mask.get("size") != [*size]:
         return False
-    counts: Any = mask.get("counts")  # a list is not compressed
-    return isinstance(counts, str) or (
-        sum(counts) == size[0] * size[1] and min(counts) >= 0
-    )
+    height, width = size
+    counts = mask.get("counts")
+    if min(size) < 1 or height * width >= _MOST_PIXELS:
+        return False
+    if not isinstance(counts, list):  # else it is compressed
+        return isinstance(counts, str)
+    is_numbers = all(isinstance(count, (int, float)) for count in counts)
+    return is_numbers and sum(counts) == height * width and min(counts) >= 0
+
+
+def compressed(mask: dict[str, Any]) -> Any:
+    """Return a run-length encoding whose counts are compressed."""
+    is_list = isinstance(mask["counts"], list)
+    return mask_util.frPyObjects(mask, *mask["size"]) if is_list else mask
 
 
 def mask_boxes(
@@ -49,28 +56,21 @@ def mask_boxes(
     """
     boxes = np.full((len(masks), 4), np.nan)
     areas = np.full(len(masks), np.nan)
+    polygons: list[tuple[int, list[float]]] = []
+    encoded: list[int] = []
+    for index, (mask, size) in enumerate(zip(masks, sizes, strict=True)):
+        if isinstance(mask, list):
+            polygons += [(index, polygon) for polygon in mask if is_polygon(polygon)]
+        elif is_run_length(mask, size):
+            encoded.append(index)
 
-    # one row per polygon: its mask and its points
-    polygons = [
-        (index, polygon)
-        for index, mask in enumerate(masks)
-        if isinstance(mask, list)
-        for polygon in mask
-        if is_polygon(polygon)
-    ]
     if polygons:
         owners, polygon_boxes, polygon_areas = _polygon_boxes(polygons)
         boxes[owners] = polygon_boxes
         areas[owners] = polygon_areas
-
-    pairs = zip(masks, sizes, strict=True)
-    encoded = [
-        index for index, (mask, size) in enumerate(pairs) if is_run_length(mask, size)
-    ]
     if encoded:
-        run_lengths = [_compressed(masks[index]) for index in encoded]
-        xywh = mask_util.toBbox(run_lengths)
-        boxes[encoded] = corners(xywh)
+        run_lengths = [compressed(masks[index]) for index in encoded]
+        boxes[encoded] = corners(mask_util.toBbox(run_lengths))
         # pycocotools 2.0.11 cannot count more than 255 at once
         areas[encoded] = [mask_util.area(run_length) for run_length in run_lengths]
     return boxes, areas
@@ -83,13 +83,18 @@ def _polygon_boxes(
 
     The area of a polygon is half of ``|sum_i x_i y_(i+1) - x_(i+1) y_i|``.
     """
-    flat = itertools.chain.from_iterable(polygon for _, polygon in polygons)
-    points = np.fromiter(flat, float).reshape(-1, 2)
-    lengths = np.array([len(polygon) // 2 for _, polygon in polygons])
-    starts = np.cumsum(lengths) - lengths
+    numbers = [polygon for _, polygon in polygons]
+    flat = np.concatenate([np.asarray(polygon) for polygon in numbers])
+    if flat.dtype.kind not in "iuf":  # NumPy would read a number from a text
+        raise TypeError("a polygon has other values than numbers")
+    points = flat.astype(float).reshape(-1, 2)
 
+    # of each polygon: its first point, and of each point the next one
+    lengths = np.array([len(polygon) // 2 for polygon in numbers])
+    starts = np.cumsum(lengths) - lengths
     following = np.arange(1, len(points) + 1)
     following[starts + lengths - 1] = starts
+
     x, y = points.T
     cross = x * y[following] - x[following] * y
     shoelace = np.abs(np.add.reduceat(cross, starts)) / 2
@@ -97,18 +102,14 @@ def _polygon_boxes(
     owners, first = np.unique([owner for owner, _ in polygons], return_index=True)
     low = np.minimum.reduceat(points, starts[first])
     high = np.maximum.reduceat(points, starts[first])
-    return owners, np.hstack([low, high]), np.add.reduceat(shoelace, first)
-
-
-def _compressed(mask: dict[str, Any]) -> Any:
-    """Return a run-length encoding whose counts are bytes."""
-    is_list = isinstance(mask["counts"], list)
-    return mask_util.frPyObjects(mask, *mask["size"]) if is_list else mask
+    areas = np.add.reduceat(shoelace, first)
+    return owners, np.hstack([low, high]), areas
 
 
 def corners(boxes: Floats) -> Floats:
     """Return boxes x, y, width, height, (N, 4), as x0, y0, x1, y1."""
-    return np.hstack([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]])
+    low = boxes[:, :2]
+    return np.hstack([low, low + boxes[:, 2:]])
 
 
 def far_apart(boxes: Floats, masks: Floats, sizes: Floats) -> Flags:
@@ -117,9 +118,12 @@ def far_apart(boxes: Floats, masks: Floats, sizes: Floats) -> Flags:
     An edge may differ by one pixel, as tools round, and by a quarter of the mask, as people draw.
     """
     limits = np.tile(sizes[:, ::-1], 2)
-    distance = np.abs(np.clip(boxes, 0, limits) - np.clip(masks, 0, limits)).max(axis=1)
+    visible = np.clip(boxes, 0, limits)
+    distance = np.abs(visible - np.clip(masks, 0, limits)).max(axis=1)
+
+    longest = (masks[:, 2:] - masks[:, :2]).max(axis=1)
     with np.errstate(invalid="ignore"):  # NaN: no mask
-        return distance > 1 + (masks[:, 2:] - masks[:, :2]).max(axis=1) / 4
+        return distance > 1 + longest / 4
 
 
 def wrong_areas(given: Floats, boxes: Floats, masks: Floats) -> Flags:
@@ -129,10 +133,9 @@ def wrong_areas(given: Floats, boxes: Floats, masks: Floats) -> Flags:
     """
     with np.errstate(invalid="ignore"):
         like_mask = (given >= masks / 2 - 2) & (given <= 2 * masks + 2)
-        like_box = (given > 0.9 * boxes) & (given < 1.1 * boxes)
-        inside_box = (
-            (given < 1.1 * boxes) & ((given > 1) | (boxes < 4)) & (given > boxes / 200)
-        )
-        return (boxes > 0) & ~np.where(
-            np.isnan(masks), inside_box, like_mask | like_box
-        )
+        below_box = given < 1.1 * boxes
+        like_box = below_box & (given > 0.9 * boxes)
+        is_tiny = (given <= boxes / 200) | ((given <= 1) & (boxes >= 4))
+
+    fits = np.where(np.isnan(masks), below_box & ~is_tiny, like_mask | like_box)
+    return (boxes > 0) & ~fits

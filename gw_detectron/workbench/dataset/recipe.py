@@ -18,8 +18,11 @@ from ...config import anchor_strides, get_value, training_sides
 from ...errors import ConfigError, DataError
 from ...modeling.build import object_count_keys
 from ..images import evenly_spread, is_deep
-from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, read_fingerprint
-from .source import CocoDataset, CocoSource, open_coco, open_registered
+from .coco_content import complete_coco, read_json
+from .datasets_yaml import CocoDataset
+from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, join_fingerprints
+from .registration import open_dataset
+from .source import CocoSource
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +69,8 @@ def auto_config(
     Raises:
         DataError: the file is not in COCO format, or has no object to learn from.
     """
-    source = open_coco(CocoDataset(os.fspath(json), os.fspath(images)))
+    content, _ = complete_coco(read_json(os.fspath(json)))
+    source = CocoSource(CocoDataset(os.fspath(json), os.fspath(images)), content)
     reasons = apply_recipe(cfg, [source], epochs=epochs, given=given)
     for line in reasons.values():
         log.info(line)
@@ -94,9 +98,7 @@ def apply_recipe(
         raise ConfigError(
             f"--epochs ({epochs:g}): not above 0. Fix: give e.g. 20 passes over the images."
         )
-    data = sources[0].fingerprint
-    if len(sources) > 1:
-        data = read_fingerprint(*(source.content for source in sources))
+    data = join_fingerprints([source.fingerprint for source in sources])
     if not len(data.boxes):
         raise DataError(
             f"{flag}: {len(data.images)} images have no object to learn from ({data.crowds} crowds, "
@@ -105,7 +107,7 @@ def apply_recipe(
 
     recipe = _Recipe(cfg, given, flag)
     if not schedule_only:
-        _deep_images(recipe, sources)
+        _deep_images(recipe, sources, data)
         _classes_and_masks(recipe, data)
         _image_size(recipe, data)
         _augmentations(recipe)
@@ -136,7 +138,10 @@ class _Recipe:
             self.reasons[key] = f"{self.flag}: {key} {value}: {reason}"
 
 
-def _deep_images(recipe: _Recipe, sources: Sequence[CocoSource]) -> None:
+def _deep_images(
+    recipe: _Recipe, sources: Sequence[CocoSource], data: Fingerprint
+) -> None:
+    """Choose percentiles that cut off a quarter of the objects' pixels at most."""
     if recipe.cfg.INPUT.PERCENTILES:
         return
     paths = [
@@ -145,7 +150,11 @@ def _deep_images(recipe: _Recipe, sources: Sequence[CocoSource]) -> None:
         for image in source.content["images"]
     ]
     if any(map(is_deep, evenly_spread(paths, 20))):
-        recipe.set("INPUT.PERCENTILES", [0.5, 99.5], "images have more than 8 bits")
+        pixels = data.images.prod(axis=1).sum()
+        covered = 100 * data.boxes.prod(axis=1).sum() / pixels
+        cut = min(0.5, float(f"{covered / 4:.1g}"))
+        reason = f"images have more than 8 bits; objects cover {covered:.2g} %"
+        recipe.set("INPUT.PERCENTILES", [cut, 100 - cut], reason)
 
 
 def _classes_and_masks(recipe: _Recipe, data: Fingerprint) -> None:
@@ -360,7 +369,7 @@ def _kept_weights(recipe: _Recipe) -> None:
     with contextlib.suppress(
         DataError, OSError
     ):  # the checks before a run name the fault
-        source = open_registered(name) if name in DatasetCatalog else None
+        source = open_dataset(name) if name in DatasetCatalog else None
         if source is not None:
             dense = source.fingerprint.dense_score(task, cfg.TEST.DETECTIONS_PER_IMAGE)
 

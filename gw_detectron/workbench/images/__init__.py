@@ -1,5 +1,6 @@
 """Image files: find them, read their pixels, prepare them for a detector."""
 
+from .headers import read_header
 from .image_files import (
     BROWSER_SUFFIXES,
     ImageNamingMapper,
@@ -13,7 +14,6 @@ from .image_files import (
     is_deep,
     open_image,
     read_image,
-    upright_size,
 )
 
 __all__ = [
@@ -28,6 +28,6 @@ __all__ = [
     "find_images",
     "is_deep",
     "open_image",
+    "read_header",
     "read_image",
-    "upright_size",
 ]

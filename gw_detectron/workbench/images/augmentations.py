@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import inspect
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ class _TorchvisionAugmentation(Augmentation):
 
 
 def _parse_call(call: str) -> v2.Transform:
-    """Build the transform of a call with plain values."""
+    """Build the transform of a call with plain values; ``fill`` is for pixels, masks get 0."""
     node: Any = ast.parse(call if "(" in call else f"{call}()", mode="eval").body
     name = ast.unparse(node.func)
     if name not in _USABLE:
@@ -119,7 +120,28 @@ def _parse_call(call: str) -> v2.Transform:
     keywords = {
         keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords
     }
-    return _USABLE[name](*arguments, **keywords)
+    call_arguments = inspect.signature(_USABLE[name]).bind(*arguments, **keywords)
+    values = call_arguments.arguments
+    if values.get("padding_mode", "constant") != "constant":
+        raise ValueError("padding_mode would copy parts of objects")
+    if "fill" in values and not isinstance(values["fill"], dict):
+        values["fill"] = {tv_tensors.Image: values["fill"], "others": 0}
+    return _USABLE[name](**values)
+
+
+class _Recorder:
+    """Calls a transform and keeps the parameters that it draws."""
+
+    def __init__(self, transform: v2.Transform) -> None:
+        # stays empty where a transform with a probability leaves the image as it is
+        self.drawn: list[Any] = []
+        self.call = copy.copy(transform)
+        self.call.transform = self._record
+        self._transform = transform
+
+    def _record(self, value: Any, params: Any) -> Any:
+        self.drawn.append(params)
+        return self._transform.transform(value, params)
 
 
 class _Move(Transform):
@@ -127,24 +149,18 @@ class _Move(Transform):
 
     def __init__(self, transform: v2.Transform, image: np.ndarray, bgr: bool) -> None:
         super().__init__()
-        # stays empty where a transform with a probability leaves the image as it is
-        self._drawn: list[Any] = []
         self._transform = transform
         self._size = image.shape[:2]
 
-        def draw(value: Any, params: Any) -> Any:
-            self._drawn.append(params)
-            return transform.transform(value, params)
+        # hue and gray values are computed from RGB
+        rgb = image[:, :, ::-1] if bgr else image
+        pixels = torch.from_numpy(rgb.transpose(2, 0, 1).copy())
+        recorder = _Recorder(transform)
+        drawn = np.asarray(recorder.call(tv_tensors.Image(pixels)))
+        rgb = drawn.transpose(1, 2, 0)
 
-        drawing = copy.copy(transform)
-        drawing.transform = draw
-
-        order = slice(
-            None, None, -1 if bgr else 1
-        )  # hue and gray values are computed from RGB
-        channels_first = image[:, :, order].transpose(2, 0, 1).copy()
-        pixels = np.asarray(drawing(tv_tensors.Image(torch.from_numpy(channels_first))))
-        self._pixels = np.ascontiguousarray(pixels.transpose(1, 2, 0)[:, :, order])
+        self._drawn = recorder.drawn
+        self._pixels = np.ascontiguousarray(rgb[:, :, ::-1] if bgr else rgb)
 
     def apply_image(self, img: Any) -> np.ndarray:
         return self._pixels

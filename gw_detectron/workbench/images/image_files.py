@@ -10,9 +10,10 @@ import hashlib
 import importlib.util
 import io
 import json
+import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -22,17 +23,26 @@ from detectron2.config import CfgNode
 from detectron2.data import detection_utils
 from detectron2.data.transforms import ResizeShortestEdge, ResizeTransform
 from detectron2.utils.file_io import PathManager
+from detectron2.utils.logger import log_first_n
 from iopath.common.file_io import PathHandler
-from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 from torch import Tensor
 
-from ...errors import DataError, MissingFileError
+from ...errors import DataError, MissingFileError, printable
+from . import headers
+from .headers import (
+    READ_ERRORS,
+    check_bits,
+    image_errors,
+    image_problem,
+    left_out,
+    open_header,
+)
 
-# Pillow's, of damaged and of huge files
-_READ_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 BROWSER_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 IMAGE_SUFFIXES = (*BROWSER_SUFFIXES, ".tif", ".tiff", ".gif")
 _SCHEME = "eight-bits://"
+_RECORD_FIX = "repair the image or its record (width and height are after EXIF rotation), or remove both"
 _Item = TypeVar("_Item")
 
 
@@ -58,9 +68,22 @@ def read_image(
             f"image ({path!r}): file not found (cwd: {os.getcwd()!r}). Fix: give an existing path."
         )
 
-    with _errors_of(path):
-        return detection_utils.read_image(
+    with image_errors(path):
+        pixels = detection_utils.read_image(
             _address(path, percentiles), format=pixel_format
+        )
+    _note_left_out(path)
+    return pixels
+
+
+def _note_left_out(path: str | os.PathLike[str]) -> None:
+    """Log what is not read of an image file, of the first ten such files."""
+    with image_errors(path), open_header(path) as image:
+        rest = left_out(image)
+    if rest:
+        name = printable(os.fspath(path))
+        log_first_n(
+            logging.WARNING, f"image ('{name}'): not read: {rest}", 10, name=__name__
         )
 
 
@@ -85,12 +108,9 @@ class ImageNamingMapper:
         address = _address(name, self.percentiles)
         try:
             example = self.mapper(record | {"file_name": address})
-        except _READ_ERRORS as error:  # also Detectron2's SizeMismatchError
-            reason = str(error).replace(address, name)
-            raise DataError(
-                f"'{name}': cannot be used: {reason}. Fix: repair the image or its record (width "
-                "and height are after EXIF rotation), or remove both."
-            ) from error
+        except READ_ERRORS as error:  # also Detectron2's SizeMismatchError
+            problem = image_problem(name, error, _RECORD_FIX).replace(address, name)
+            raise DataError(f"image ({name!r}): {problem}.") from error
         except Exception as error:
             error.add_note(f"while reading {name}")
             raise
@@ -117,7 +137,7 @@ class _EightBitHandler(PathHandler):
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(PathManager.open(name, "rb"))
             image = Image.open(file)
-            if _is_deep(image):
+            if headers.is_deep(image):
                 return _scaled_file(image, json.loads(percentiles))
 
             stack.pop_all()  # the reader closes it
@@ -130,7 +150,7 @@ PathManager.register_handler(_EightBitHandler(), allow_override=True)
 
 def _scaled_file(image: Image.Image, percentiles: Sequence[float]) -> IO[bytes]:
     """Scale an image of more than 8 bits; return it as a file in memory."""
-    _check_bits(image, percentiles)
+    check_bits(image, percentiles)
     values = np.asarray(ImageOps.exif_transpose(image), dtype=np.float64)
 
     content = io.BytesIO()
@@ -140,12 +160,17 @@ def _scaled_file(image: Image.Image, percentiles: Sequence[float]) -> IO[bytes]:
 
 
 def scale_to_8_bits(values: np.ndarray, percentiles: Sequence[float]) -> np.ndarray:
-    """Scale gray values: lower percentile to 0, upper one to 255, as uint8; NaN becomes 0."""
+    """Scale gray values: lower percentile to 0, upper one to 255, as uint8; NaN becomes 0.
+
+    Where the two are equal, the lowest value becomes 0 and the highest 255.
+    """
     finite = values[np.isfinite(values)]
     if not finite.size:
         return np.zeros(values.shape, np.uint8)
 
     low, high = np.percentile(finite, percentiles)
+    if low == high:  # an even background, and few other pixels
+        low, high = finite.min(), finite.max()
     width = high - low if high > low else 1.0
     scaled = 255 * (np.clip(values, low, high) - low) / width
     return np.nan_to_num(scaled).round().astype(np.uint8)
@@ -153,38 +178,9 @@ def scale_to_8_bits(values: np.ndarray, percentiles: Sequence[float]) -> np.ndar
 
 def is_deep(path: str | os.PathLike[str]) -> bool:
     """Return whether an image has more than 8 bits per channel; not if it cannot be read."""
-    with contextlib.suppress(*_READ_ERRORS), Image.open(path) as image:
-        return _is_deep(image)
+    with contextlib.suppress(*READ_ERRORS), open_header(path) as image:
+        return headers.is_deep(image)
     return False
-
-
-def _is_deep(image: Image.Image) -> bool:
-    return image.mode[0] in "IF"  # gray; of deep colors, Pillow keeps the upper 8 bits
-
-
-def _check_bits(image: Image.Image, percentiles: Sequence[float]) -> None:
-    if _is_deep(image) and not percentiles:  # Pillow would cut its values off at 255
-        raise ValueError(
-            f"has more than 8 bits per channel (mode {image.mode}): set INPUT.PERCENTILES "
-            "0.5,99.5, or save it with 8"
-        )
-
-
-@contextlib.contextmanager
-def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
-    try:
-        yield
-    except _READ_ERRORS as error:
-        reason: object = error
-        if isinstance(error, UnidentifiedImageError):
-            reason = (
-                "not an image of up to four channels; more need a mapper of your own "
-                "(docs/your_data.md)"
-            )
-        raise DataError(
-            f"image ({os.fspath(path)!r}): cannot be read: {reason}. Fix: repair it or give "
-            "another one."
-        ) from error
 
 
 def open_image(path: str | os.PathLike[str], percentiles: Sequence[float] = ()) -> Any:
@@ -202,6 +198,7 @@ def open_image(path: str | os.PathLike[str], percentiles: Sequence[float] = ()) 
             and os.path.isfile(path)
             and _is_plain_tiff(path)
         ):
+            _note_left_out(path)
             return TiffWindows(path)
         return read_image(path, "RGB", percentiles)
     finally:
@@ -210,7 +207,7 @@ def open_image(path: str | os.PathLike[str], percentiles: Sequence[float] = ()) 
 
 def _is_plain_tiff(path: str | os.PathLike[str]) -> bool:
     """Whether the values in a TIFF file are the pixels of 8 bits that Detectron2 reads."""
-    with _errors_of(path), Image.open(path) as image:
+    with image_errors(path), Image.open(path) as image:
         if not isinstance(image, TiffImagePlugin.TiffImageFile):
             return False
 
@@ -256,30 +253,11 @@ class TiffWindows:
         )
 
         # the cache in MB; the default is 5 % of the memory
-        with _errors_of(self.path), self._rasterio.Env(GDAL_CACHEMAX=256):
+        with image_errors(self.path), self._rasterio.Env(GDAL_CACHEMAX=256):
             pixels = self._file.read(
                 bands, window=place, out_shape=(3, len(rows), len(columns))
             )
         return np.ascontiguousarray(pixels.transpose(1, 2, 0))
-
-
-def upright_size(
-    path: str | os.PathLike[str], percentiles: Sequence[float] = ()
-) -> tuple[int, int]:
-    """Read width and height of an image, turned upright by its EXIF entry."""
-    with _errors_of(path), Image.open(path) as image:
-        _check_bits(image, percentiles)
-        width, height = image.size
-        # of a PNG without an entry, Pillow would decode all to look for one behind the pixels
-        if image.format == "PNG" and "exif" not in image.info:
-            return width, height
-
-        orientation = 1
-        with contextlib.suppress(
-            Exception
-        ):  # damaged: Detectron2 leaves the image as it is
-            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-        return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
 
 def content_key(path: str | os.PathLike[str]) -> str:

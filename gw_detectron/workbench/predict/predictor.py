@@ -25,7 +25,7 @@ from ...weights import (
     open_checkpoint,
     trained_classes,
 )
-from ..dataset.source import class_metadata
+from ..dataset.metadata import class_metadata
 from ..images import evaluation_input
 
 log = logging.getLogger(__name__)

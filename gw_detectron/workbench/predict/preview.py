@@ -10,7 +10,7 @@ from detectron2.data import Metadata
 from PIL import Image
 
 from ...atomic import atomic_folder, check_replaceable
-from ...errors import DataError
+from ...errors import DataError, existing_path
 from ...installation import require_packages
 from ..console import progress_bar
 from ..dataset.coco_content import (
@@ -19,7 +19,6 @@ from ..dataset.coco_content import (
     content_to_records,
     read_json,
 )
-from ..dataset.datasets_yaml import existing_path
 from ..images import evenly_spread, read_image
 from ..images.drawing import draw_record
 from .results_folder import COUNTS, PICTURES, write_counts
@@ -42,9 +41,9 @@ def write_preview(
     """
     require_packages("pictures", "cv2")
     check_replaceable(Path(output), _FILES)
-    json_file = existing_path(annotations, "--preview", os.path.isfile)
+    json_file = existing_path("--preview", annotations, os.path.isfile)
     images = existing_path(
-        images, "RUN, with --preview the folder of images", os.path.isdir
+        "RUN, with --preview the folder of images", images, os.path.isdir
     )
 
     with atomic_folder(output, _FILES) as folder:

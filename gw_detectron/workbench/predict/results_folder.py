@@ -30,7 +30,7 @@ from ...errors import (
 )
 from ...installation import require_packages
 from ..console import progress_bar
-from ..dataset.source import classes_of
+from ..dataset.metadata import classes_of
 from ..images import evaluation_sides
 from .pictures import Drawer, picture_name
 from .predictor import Predictor

@@ -12,10 +12,10 @@ from detectron2.modeling import GeneralizedRCNN, PanopticFPN
 from detectron2.utils import comm
 from torch import nn
 
-from ...errors import ConfigError, first_line
+from ...errors import CheckReport, ConfigError, first_line
 from ...weights import LazyCheckpoint, trained_classes
 from ..dataset.coco_scores import COCO_TASKS
-from ..dataset.dataset_checks import CheckReport, check_datasets, wrong_evaluator
+from ..dataset.dataset_checks import check_datasets, wrong_evaluator
 from ..dataset.fingerprint import Fingerprint
 from ..images.augmentations import build_augmentations
 from .model_checks import check_model, check_start_weights

@@ -25,7 +25,7 @@ from torch import nn, no_grad
 
 from ...norms.names import norm_spec
 from ..dataset.fingerprint import read_fingerprint
-from ..dataset.source import opened
+from ..dataset.source import own_source
 from ..images import ImageNamingMapper
 from .folder import CONVERTED
 from .randomness import VALIDATION, seed_generators
@@ -47,7 +47,7 @@ class DenseCOCOEvaluator(COCOEvaluator):
         # faster-coco-eval takes only integers
         keys = (*self._coco_api.imgs, *self._coco_api.cats)
         self._use_fast_impl &= all(isinstance(key, int) for key in keys)
-        source = opened(dataset_name)
+        source = own_source(dataset_name)
         self._fingerprint = (
             source.fingerprint if source else read_fingerprint(self._coco_api.dataset)
         )
@@ -92,7 +92,7 @@ def build_coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEva
 
     The records of a Python function are converted anew, not taken from an earlier file.
     """
-    source = opened(name)
+    source = own_source(name)
     if source is not None:
         source.write()
     metadata = MetadataCatalog.get(name)

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from ...errors import ConfigError, FileAccessError, RunError
+from ...errors import CheckReport, ConfigError, FileAccessError, RunError
 from ...weights import LazyCheckpoint
 from ...weights.opening import BEST_CHECKPOINT
-from ..dataset.dataset_checks import CheckReport
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from ...atomic import atomic_write
 from ...weights import RUN_RECORD_KEY, GWDetectionCheckpointer
 from ...weights.opening import BEST_CHECKPOINT
 from ...weights.reading import sha256_of
-from ..dataset.source import opened
+from ..dataset.source import own_source
 from ..signals import TERMINATING, Interrupted, signals_handled
 from .folder import BEST_PREDICTIONS, PREDICTIONS
 
@@ -289,7 +289,7 @@ class BestWeights(BestCheckpointer):
 
 def _digest(dataset: str) -> str:
     """Return the digest of a dataset's annotations, "" if they are in no local file."""
-    source = opened(dataset)
+    source = own_source(dataset)
     if source is not None:
         return source.sha256()
     file = MetadataCatalog.get(dataset).get("json_file")

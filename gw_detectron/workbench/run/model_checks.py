@@ -10,7 +10,7 @@ from detectron2.utils import comm
 from torch import nn
 
 from ...config import get_value
-from ...errors import ConfigError, summarize_names
+from ...errors import CheckReport, ConfigError, summarize_names
 from ...layers import FrozenBatchWhitening2d
 from ...layers.mixed_norms import MixedNorm
 from ...modeling.build import NORM_KEYS, build_checked_model, unread_keys
@@ -18,7 +18,6 @@ from ...norms import is_synchronized, norm_spec
 from ...weights import Checkpoint, LazyCheckpoint, norm_differences, norm_mismatch
 from ...weights.identifying import PREPROCESSING, Preprocessing
 from ...weights.recording import PREPROCESSING_DIFFERS, check_against_record
-from ..dataset.dataset_checks import CheckReport
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d, MixedNorm)
 _ZOO = (

@@ -4,9 +4,8 @@ import argparse
 import os
 from dataclasses import dataclass, field, fields
 
-from ...errors import ConfigError
-from ..dataset.datasets_yaml import check_fraction, existing_path, read_datasets
-from ..dataset.source import CocoDataset, CocoDatasets
+from ...errors import ConfigError, check_fraction, existing_path
+from ..dataset.datasets_yaml import CocoDataset, CocoDatasets, read_datasets
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,10 @@ class DatasetFlags:
 
         val_fraction = self.val_fraction if side == "train" else None
         if val_fraction is not None:
-            check_fraction(val_fraction, "--val-fraction")
+            check_fraction("--val-fraction", val_fraction)
         dataset = CocoDataset(
-            existing_path(annotations, f"--{side}-json", os.path.isfile),
-            existing_path(images, f"--{side}-images", os.path.isdir),
+            existing_path(f"--{side}-json", annotations, os.path.isfile),
+            existing_path(f"--{side}-images", images, os.path.isdir),
             val_fraction or 0.0,
         )
         name = "custom" if self.dataset is None else self.dataset

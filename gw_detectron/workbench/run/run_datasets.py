@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
 
 from ...atomic import atomic_write
 from ...errors import ConfigError, DataError, summarize_names
@@ -15,8 +16,9 @@ from ...modeling.build import object_count_keys
 from ...weights.opening import local_file
 from ...weights.reading import sha256_of
 from ..dataset.coco_content import MALFORMED, read_json
-from ..dataset.datasets_yaml import DATASETS_FILE, read_datasets
-from ..dataset.source import CocoDatasets, needs_registration, opened, register_datasets
+from ..dataset.datasets_yaml import DATASETS_FILE, CocoDatasets, read_datasets
+from ..dataset.registration import register_datasets
+from ..dataset.source import own_source
 from .request import RunRequest
 
 log = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ def _class_values(cfg: CfgNode, names: list[str]) -> dict[str, Any]:
     keys = set(object_count_keys(cfg))
     values: dict[str, Any] = {}
     for name in names:
-        source = opened(name)
+        source = own_source(name)
         if source is None:
             continue
         with contextlib.suppress(OSError, DataError):  # the checks report why
@@ -85,10 +87,10 @@ def use_recorded_datasets(
 ) -> None:
     """Register datasets that are unknown from the ``datasets.yaml`` beside a config file."""
     record = Path(config_file).with_name(DATASETS_FILE)
-    if (
-        needs_registration((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
-        and record.is_file()
-    ):
+    names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
+    # own datasets have the names of flags, which another run may have registered
+    is_foreign = [name in DatasetCatalog and own_source(name) is None for name in names]
+    if record.is_file() and not all(is_foreign):
         register_datasets(read_datasets(str(record)), folder)
         _note_changed_labels(record.with_name(_SOURCES))
 
@@ -99,7 +101,7 @@ def record_sources(cfg: CfgNode, folder: str) -> None:
     output = os.path.abspath(cfg.OUTPUT_DIR)
     sources = {}
     for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
-        source = opened(name)
+        source = own_source(name)
         if source is None or not os.path.isfile(source.origin):
             continue
         is_derived = Path(source.origin).is_relative_to(output)
@@ -114,7 +116,7 @@ def record_sources(cfg: CfgNode, folder: str) -> None:
 def _note_changed_labels(record: Path) -> None:
     """Let the checks tell which labels are scored, if the user's files have changed since the run."""
     for name, (file, digest) in _read_sources(record).items():
-        source = opened(name)
+        source = own_source(name)
         if source is None or not os.path.isfile(file) or sha256_of(file) == digest:
             continue
         if source.dataset.json == file:
@@ -161,7 +163,7 @@ def _check_unseen(given: CocoDatasets, config_file: str) -> None:
             trained |= _image_names(read_json(dataset.json))
 
     for name in given.val:
-        source = opened(name)
+        source = own_source(name)
         if source is None or not source.part:
             continue
         common = trained & _image_names(source.content)

@@ -17,12 +17,11 @@ from detectron2.utils.env import seed_all_rng
 
 from ...atomic import atomic_write, remove_unfinished
 from ...config import changed_config
-from ...errors import ConfigError
+from ...errors import CheckReport, ConfigError
 from ...weights import LazyCheckpoint, open_start_weights
 from ...weights.opening import local_file
-from ..dataset.dataset_checks import CheckReport
-from ..dataset.datasets_yaml import record_datasets
-from ..dataset.source import CocoSource, opened, registered_datasets
+from ..dataset.registration import record_datasets
+from ..dataset.source import CocoSource, own_source
 from .checks import check_run
 from .folder import check_output, lock_output, remove_files, stale_output
 from .logs import log_to
@@ -54,7 +53,7 @@ class OpenRun:
                 _write_record(self.cfg, folder, replaces=not self.weights.resumed)
         with in_all_processes():  # another machine may not share the folder
             for source in _sources(self.cfg):
-                source.begin()
+                source.write()
 
 
 def open_run(
@@ -123,8 +122,6 @@ def open_run(
                     everything=overwrite,
                     needed=filter(None, [local_file(weights.address), *origins]),
                 )
-        for source in _sources(cfg):
-            source.waits = not eval_only
         with in_all_processes():
             _log_to_folder(cfg, folder, eval_only=eval_only)
             if eval_only:
@@ -137,7 +134,8 @@ def open_run(
 def _sources(cfg: CfgNode) -> list[CocoSource]:
     """Return the open datasets of a run."""
     names = dict.fromkeys((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
-    return [source for name in names if (source := opened(name)) is not None]
+    sources = map(own_source, names)
+    return [source for source in sources if source is not None]
 
 
 def _log_to_folder(cfg: CfgNode, folder: str, *, eval_only: bool) -> None:
@@ -174,8 +172,7 @@ def _write_record(cfg: CfgNode, folder: str, *, replaces: bool) -> None:
     config = Path(folder, "config.yaml")
     if replaces:
         config.unlink(missing_ok=True)
-    datasets = registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
-    record_datasets(datasets, folder, cfg.OUTPUT_DIR)
+    record_datasets(cfg, folder, cfg.OUTPUT_DIR)
     record_sources(cfg, folder)
     with atomic_write(config) as temporary:
         temporary.write_text(cfg.dump())

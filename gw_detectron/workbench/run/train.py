@@ -21,7 +21,7 @@ from ...errors import ConfigError
 from ...norms.listing import norm_summary
 from ...weights import detector_file, load_model
 from ..dataset.recipe import apply_recipe
-from ..dataset.source import open_registered
+from ..dataset.registration import open_dataset
 from .processes import in_all_processes
 from .request import RunRequest
 from .run_datasets import use_datasets
@@ -140,9 +140,8 @@ def _use_recipe(cfg: CfgNode, request: RunRequest) -> dict[str, str]:
     if request.eval_only or not (request.auto or request.epochs is not None):
         return {}
     names = [name for name in cfg.DATASETS.TRAIN if name in DatasetCatalog]
-    sources = [
-        source for name in names if (source := open_registered(name)) is not None
-    ]
+    opened = map(open_dataset, names)
+    sources = [source for source in opened if source is not None]
     if not sources or len(sources) < len(cfg.DATASETS.TRAIN):
         listed = ", ".join(cfg.DATASETS.TRAIN) or "no dataset"
         flag = "--auto" if request.auto else "--epochs"

@@ -58,7 +58,7 @@ from ...weights import (
 )
 from ...weights.loading import mix_in_backbone
 from ..dataset.dataset_checks import wrong_evaluator
-from ..dataset.source import classes_of
+from ..dataset.metadata import classes_of
 from ..images import ImageNamingMapper
 from ..images.augmentations import training_mapper
 from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses

@@ -216,11 +216,6 @@ WARNED = {
         19,
         "repeat the bbox",
     ),
-    "over the border": (
-        lambda x, y, w, h: {"bbox": [x, y, WIDTH, h], "segmentation": []},
-        18,
-        "leaves their image",
-    ),
 }
 
 

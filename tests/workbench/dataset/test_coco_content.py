@@ -7,13 +7,11 @@ import json
 import pycocotools.mask as mask_util
 import pytest
 from detectron2.data.datasets import load_coco_json
-from detectron2.structures import BoxMode
 
 from gw_detectron.errors import DataError
 from gw_detectron.workbench.dataset.coco_content import (
     complete_coco,
     content_to_records,
-    records_to_content,
     split_coco,
 )
 
@@ -60,6 +58,25 @@ def test_area_and_iscrowd_follow_from_the_box(complete):
     assert complete == before
 
 
+@pytest.mark.parametrize(
+    "flags", [("0", "1"), ("false", "True"), ("", 2), (0.0, "yes")]
+)
+def test_flags_are_read_as_tools_write_them(complete, flags):
+    for annotation, flag in zip(complete["annotations"], flags, strict=True):
+        annotation["iscrowd"] = flag
+
+    assert complete_coco(complete)[0] == COMPLETE
+
+
+@pytest.mark.parametrize("area", [10**400, float("inf"), "33", [33], None])
+def test_an_area_that_is_no_number_is_replaced(complete, area):
+    complete["annotations"][0]["area"] = area
+
+    completed, _ = complete_coco(complete)
+
+    assert completed["annotations"][0]["area"] == 50.0
+
+
 def test_ignored_objects_are_crowds(complete):
     ignored, other = complete["annotations"]
     ignored["ignore"] = True
@@ -72,7 +89,7 @@ def test_ignored_objects_are_crowds(complete):
 
 
 @pytest.mark.parametrize(
-    "numbers", [(0, 1), (-1, -2), (1 << 100, 2), ("1", "2"), (1.0, 2.0)]
+    "numbers", [(0, 1), (-1, -2), (1 << 100, 2), ("1", "2"), (1.0, 2.0), (4, 4)]
 )
 def test_annotations_are_numbered_from_1(complete, numbers):
     for annotation, number in zip(complete["annotations"], numbers, strict=True):
@@ -105,30 +122,6 @@ def test_a_validation_file_gets_the_categories_of_the_training():
 )
 def test_a_file_with_other_categories_than_the_training_stays(classes):
     assert complete_coco(COMPLETE, classes)[0] is COMPLETE
-
-
-@pytest.mark.parametrize(
-    ("corners", "box"),
-    [
-        ((1, 2, 4.1, 8), [1, 2, 4.1 - 1, 6]),
-        ((1, 2, 3), [1, 2, 3]),  # malformed: left to the checks
-    ],
-)
-def test_a_python_functions_boxes_are_measured_exactly(corners, box):
-    entry = {"bbox": corners, "bbox_mode": BoxMode.XYXY_ABS, "category_id": 0}
-    record = {
-        "file_name": "a.jpg",
-        "height": 20,
-        "width": 30,
-        "image_id": 1,
-        "annotations": [entry],
-    }
-
-    (annotation,) = records_to_content([record], ["cat"], evaluated=False)[
-        "annotations"
-    ]
-
-    assert annotation["bbox"] == box
 
 
 DAMAGED = [
@@ -200,6 +193,35 @@ def test_no_side_is_empty(fraction, count):
 def test_one_image_cannot_be_split():
     with pytest.raises(DataError, match="1 images"):
         split_coco(two_objects_each(NAMES[:1]), 0.5)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"size": [10**6, 10**6], "counts": "PPP"},
+        {"size": [40, 60], "counts": [10**12]},
+        {"size": [40, 60], "counts": [2401, -1]},
+        {"size": None, "counts": "1"},
+        "text",
+        7,
+    ],
+)
+def test_a_mask_of_another_image_is_left_out(complete, mask):
+    complete["annotations"][0]["segmentation"] = mask
+
+    (record,) = content_to_records(complete, "photos")
+
+    assert "segmentation" not in record["annotations"][0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"keypoints": 5}, {"keypoints": ["a"]}, {"category_id": 9}]
+)
+def test_a_malformed_annotation_has_no_record(complete, changes):
+    complete["annotations"][1] |= changes
+
+    with pytest.raises(DataError, match="not in COCO format at {'id': 2"):
+        content_to_records(complete, "photos")
 
 
 def test_records_are_those_of_detectron2(tmp_path):

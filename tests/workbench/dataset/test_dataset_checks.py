@@ -246,11 +246,36 @@ def test_images_that_cannot_be_read(check, coco, tmp_path):
     deep.save(images / "sub" / "b.jpg", format="PNG")  # Pillow would cut it off at 255
     coco()
 
-    error = check().errors[0]
+    first, second = check(DATASETS__TEST=()).errors
 
-    assert "2 of 2 checked images" in error
-    assert "a.jpg" in error
-    assert "8 bits" in error
+    assert "1 of 2 checked images cannot be used: not an image file" in first
+    assert "a.jpg" in first
+    assert "more than 8 bits" in second
+    assert "Fix: set INPUT.PERCENTILES" in second
+
+
+def test_images_that_are_read_in_part(check, coco, tmp_path):
+    pages = [Image.new("RGB", (30, 20), (shade, 0, 0)) for shade in (1, 2, 3)]
+    path = tmp_path / "data" / "images" / "a.jpg"
+    pages[0].save(path, "TIFF", save_all=True, append_images=pages[1:])
+    coco()
+
+    report = check(DATASETS__TEST=())
+
+    assert not report.errors
+    (warning,) = report.warnings
+    assert "not read whole (a.jpg: pages 2 to 3)" in warning
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["A.JPG", "a.png", "photos/a.jpg", "C:\\photos\\a.jpg", "sub%20/a.jpg"],
+)
+def test_a_missing_image_is_named_with_the_one_it_may_mean(check, coco, content, name):
+    content["images"][0]["file_name"] = name
+    coco()
+
+    assert "(there is 'a.jpg')" in check().errors[0]
 
 
 @pytest.mark.parametrize(
@@ -285,8 +310,12 @@ MALFORMED = [
     ("images", 0, {"file_name": ["a.jpg"]}),
     ("categories", 0, {"name": 7}),
     ("categories", 1, {"name": None}),
+    ("images", 0, {"height": math.nan}),
+    ("categories", 0, {"name": "\ud800"}),
+    ("categories", 0, {"name": "\x1b[31mcat"}),
+    ("categories", 0, {"name": "cat" * 100}),
     ("annotations", 0, {"bbox": "0011"}),
-    ("annotations", 0, {"bbox": [0, 0, 10**400, 1]}),
+    ("annotations", 0, {"segmentation": [[1, "2", 3, 4, 5, 6]]}),
 ]
 
 
@@ -315,11 +344,15 @@ def test_a_record_of_another_kind_is_refused(kind, record, needs):
 
 
 FAULTS = [
-    ({"id": 1}, "repeat an id"),
     ({"image_id": 77}, "image_id"),
     ({"category_id": 77}, "category_id"),
     ({"bbox": [1, 2, 3]}, "four numbers"),
     ({"bbox": [1, 2, 3, math.nan]}, "four numbers"),
+    ({"bbox": [0, 0, 10**400, 1]}, "four numbers"),
+    ({"segmentation": {"size": [20, 30], "counts": [10**12]}}, "another size"),
+    ({"segmentation": {"size": [10**6] * 2, "counts": "PP"}}, "another size"),
+    ({"segmentation": {"size": None}}, "another size"),
+    ({"segmentation": "text"}, "flat list"),
     ({"segmentation": []}, "MODEL.MASK_ON False"),
 ]
 

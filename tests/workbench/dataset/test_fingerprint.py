@@ -10,6 +10,7 @@ from gw_detectron.errors import DataError
 from gw_detectron.workbench.dataset.fingerprint import (
     anchor_shapes,
     best_overlaps,
+    join_fingerprints,
     read_fingerprint,
 )
 
@@ -74,7 +75,8 @@ def test_files_of_one_training_are_added_up():
         "annotations": [wheel],
     }
 
-    data = read_fingerprint(CONTENT, other)
+    parts = [read_fingerprint(content) for content in (CONTENT, other)]
+    data = join_fingerprints(parts)
 
     assert data.per_image.tolist() == [2, 1, 0, 1]
     assert data.per_class.tolist() == [1, 3]

@@ -60,6 +60,29 @@ def test_masks_polygons_and_boxes_follow_the_image(call, seed):
     assert (box[2:] + 2 > [columns.max(), rows.max()]).all()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "RandomRotation((20, 20), fill=114)",
+        "RandomAffine((20, 20), fill=[114, 114, 114])",
+        "Pad(50, 114)",
+        "RandomZoomOut(p=1, fill=114)",
+        "RandomPerspective(p=1, fill=114)",
+    ],
+)
+def test_masks_are_not_filled(call):
+    image = np.full((200, 200, 3), 50, np.uint8)
+    mask = np.zeros((200, 200), np.uint8)
+    mask[80:120, 80:120] = 1
+    (augmentation,) = build_augmentations(config(call))
+
+    transform = augmentation.get_transform(image)
+
+    assert transform.apply_image(image)[0, 0].tolist() == [114] * 3
+    moved = transform.apply_segmentation(mask)
+    assert 500 < moved.sum() < 2000
+
+
 def test_both_color_orders_are_changed_alike():
     image = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
     results = []
@@ -138,6 +161,7 @@ REFUSED = (
     "FiveCrop(size=5)",
     "MixUp()",
     "RandomIoUCrop()",
+    "Pad(9, padding_mode='reflect')",
 )
 
 

@@ -15,8 +15,8 @@ from gw_detectron.workbench.images import (
     channels_first,
     evenly_spread,
     find_images,
+    read_header,
     read_image,
-    upright_size,
 )
 from gw_detectron.workbench.images.image_files import scale_to_8_bits
 from gw_detectron.workbench.predict.sources import ImageSource
@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content, monkeypatch):
         words += ".* 8 bits"
 
     with pytest.raises(DataError, match=words):
-        upright_size(path)
+        read_header(path)
     with pytest.raises(DataError, match=words):
         read_image(path, "RGB")
 
@@ -106,7 +106,7 @@ def test_sizes_are_those_that_detectron2_reads(tmp_path, exif, suffix):
     path = tmp_path / f"photo.{suffix}"
     Image.new("RGB", (40, 30)).save(path, exif=exif)
 
-    assert upright_size(path) == (40, 30)
+    assert read_header(path)[:2] == (40, 30)
     assert read_image(path, "RGB").shape == (30, 40, 3)
 
 
@@ -115,7 +115,7 @@ def test_a_turned_photo_is_upright(tmp_path, turned, suffix):
     path = tmp_path / f"photo.{suffix}"
     Image.new("RGB", (40, 30)).save(path, exif=turned)
 
-    assert upright_size(path) == (30, 40)
+    assert read_header(path)[:2] == (30, 40)
     assert read_image(path, "RGB").shape == (40, 30, 3)
 
 
@@ -138,7 +138,7 @@ def test_an_error_in_a_worker_process_has_the_message_alone():
         next(iter(loader))
 
     message = message_of(caught.value)
-    assert message.startswith("'photos/a.jpg': cannot be used")
+    assert message.startswith("image ('photos/a.jpg'): cannot be read")
     assert "image photos/a.jpg, got (200, 300), expect (300, 200)" in message
 
 
@@ -169,7 +169,7 @@ def test_deep_images_are_scaled_by_their_percentiles(deep):
 
     assert image.dtype == np.uint8
     assert np.abs(image - expected[:, :, None]).max() <= 0.5
-    assert upright_size(path, PERCENTILES) == (40, 30)
+    assert read_header(path, PERCENTILES)[:2] == (40, 30)
 
 
 def test_training_prediction_and_export_see_the_same_pixels(deep):
@@ -213,6 +213,8 @@ def test_percentiles_leave_other_images_alone(tmp_path, turned):
         (np.full((4, 4), 700.0), 0),
         (np.full((4, 4), np.nan), 0),
         (np.array([[np.inf, 1.0, 2.0]]), 255),
+        # few small objects on an even background
+        (np.pad(np.full((2, 2), 4000.0), 40, constant_values=300), 255),
     ],
 )
 def test_values_without_a_range_are_scaled_to_finite_ones(values, largest):

@@ -5,10 +5,9 @@ import torch
 from detectron2.utils import comm
 
 from gw_detectron.config import read_config
-from gw_detectron.errors import PreflightError
+from gw_detectron.errors import CheckReport, PreflightError
 from gw_detectron.modeling.build import unread_keys
 from gw_detectron.weights import LazyCheckpoint
-from gw_detectron.workbench.dataset import CheckReport
 from gw_detectron.workbench.run.checks import check_run
 from gw_detectron.workbench.run.model_checks import check_model
 

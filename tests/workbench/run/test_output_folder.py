@@ -9,11 +9,10 @@ import signal
 import pytest
 import torch
 
-from gw_detectron.errors import ConfigError, PreflightError, UserError
+from gw_detectron.errors import CheckReport, ConfigError, PreflightError, UserError
 from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.weights.opening import local_file
 from gw_detectron.workbench.commands.train import run_here as main
-from gw_detectron.workbench.dataset import CheckReport
 from gw_detectron.workbench.run import start
 from gw_detectron.workbench.run.folder import (
     check_output,

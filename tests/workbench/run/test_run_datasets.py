@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pycocotools.mask as mask_util
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
+from PIL import Image
 
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, PreflightError, UserError
@@ -415,7 +415,9 @@ def test_an_evaluation_needs_its_own_photos_and_records_its_checkpoint(
     moved = tmp_path / "moved"
     image = read_json(moved / "val.json")["images"][0]
     photo = moved / "photos" / image["file_name"]
-    os.truncate(photo, photo.stat().st_size // 2)  # its size can still be read
+    Image.open(photo).save(photo, "PNG")
+    content = photo.read_bytes()  # its header and its end can still be read
+    photo.write_bytes(content[: len(content) // 2] + content[-12:])
     with pytest.raises(UserError):
         main(moved_run)
     assert not (inference / "coco_instances_results.json").exists()

@@ -11,9 +11,8 @@ from detectron2 import model_zoo
 from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.errors import PreflightError
+from gw_detectron.errors import CheckReport, PreflightError
 from gw_detectron.weights import open_start_weights
-from gw_detectron.workbench.dataset import CheckReport
 from gw_detectron.workbench.run.checks import check_run
 from gw_detectron.workbench.run.model_checks import _PREPROCESSING
 

@@ -16,12 +16,9 @@ from gw_detectron.workbench.dataset import (
     read_datasets,
     register_datasets,
 )
-from gw_detectron.workbench.dataset.datasets_yaml import record_datasets
-from gw_detectron.workbench.dataset.source import (
-    class_metadata,
-    classes_of,
-    registered_datasets,
-)
+from gw_detectron.workbench.dataset.metadata import class_metadata, classes_of
+from gw_detectron.workbench.dataset.registration import record_datasets
+from gw_detectron.workbench.dataset.source import own_source
 
 from ...photos import CLASSES, photo_names, write_photos
 
@@ -56,6 +53,13 @@ def split_of(path, images):
     """Return a file with a quarter of its images for validation."""
     dataset = CocoDataset(path, images, 0.25)
     return CocoDatasets({"table_train": dataset})
+
+
+def config_of(train, test):
+    cfg = default_config()
+    cfg.DATASETS.TRAIN = train
+    cfg.DATASETS.TEST = test
+    return cfg
 
 
 def image_counts():
@@ -140,11 +144,10 @@ def test_a_run_folder_is_enough_elsewhere_and_when_the_source_has_changed(
     register_datasets(given, str(run))
     before = image_counts()
 
-    trained = registered_datasets(["table_train"], ["table_val", "coco_2017_val"])
+    trained = config_of(("table_train",), ("table_val", "coco_2017_val"))
     record_datasets(trained, str(run))
-    evaluated = registered_datasets([], ["table_val"])
     inference = str(run / "inference")
-    record_datasets(evaluated, inference, str(run))
+    record_datasets(config_of((), ("table_val",)), inference, str(run))
     write_photos(folder, photo_names(12, first=50))
     moved = shutil.move(run, folder / "moved")
 
@@ -157,6 +160,26 @@ def test_a_run_folder_is_enough_elsewhere_and_when_the_source_has_changed(
     register_datasets(again, "unused")
     assert image_counts() == before
     assert not os.path.exists("unused")
+
+
+def test_derived_files_are_written_when_the_run_begins(folder, files):
+    run = folder / "run"
+    run.mkdir()
+    register_datasets(split_of(*files), str(run))
+    cfg = config_of(("table_train",), ("table_val",))
+    train, val = own_source("table_train"), own_source("table_val")
+    digest = val.sha256()
+
+    records = DatasetCatalog.get("table_train")
+    assert list(run.iterdir()) == []
+    record_datasets(cfg, str(run))
+
+    names = {path.name for path in (run / "datasets").iterdir()}
+    assert names == {"table_train.json", "table_val.json"}
+    assert val.sha256() == digest
+    assert DatasetCatalog.get("table_train") == records  # read from the file
+    assert own_source("coco_2017_val") is None
+    assert train.origin == files[0]
 
 
 def test_a_split_does_not_replace_its_source(folder, files):
@@ -233,10 +256,7 @@ def test_a_yaml_that_does_not_exist():
 
 
 def metadata_of(train, test=(), trained=None):
-    cfg = default_config()
-    cfg.DATASETS.TRAIN = train
-    cfg.DATASETS.TEST = test
-    return class_metadata(cfg, trained)
+    return class_metadata(config_of(train, test), trained)
 
 
 def test_the_classes_of_a_registered_dataset(small_dataset):

@@ -1,0 +1,171 @@
+"""Open the datasets of a run, each COCO file once, and register them with Detectron2.
+
+:func:`register_datasets` opens files where the flags are read. The recipe, the checks, the training and the evaluation
+find the open source by the name of the dataset, as they find its records in Detectron2's ``DatasetCatalog``.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
+
+from ...errors import ConfigError, DataError
+from .coco_content import category_names, complete_coco, read_json, split_coco
+from .datasets_yaml import CocoDataset, CocoDatasets, write_datasets
+from .metadata import coco_metadata
+from .source import CocoSource, own_source
+
+
+def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
+    """Open datasets and register them with Detectron2 for a run folder.
+
+    One with ``val_fraction`` becomes two: NAME, and for validation NAME with ``_val`` in place of ``_train``. Their
+    files, and those that need completion (:func:`complete_coco`), are derived ones in ``folder``/datasets, which
+    :func:`record_datasets` writes. A second call replaces datasets of its names. A file that cannot be read is
+    registered, too: the checks report why.
+
+    Returns:
+        The datasets that were registered, without ``val_fraction``.
+
+    Raises:
+        ConfigError: a name belongs to another dataset, or a file would replace its source.
+        DataError: a file cannot be split.
+    """
+    registered = CocoDatasets()
+    for role, name, source in _open_all(datasets, folder):
+        known = {**registered.train, **registered.val}
+        if name in known and (source.part or known[name] != source.dataset):
+            raise ConfigError(
+                f"dataset ('{name}'): names two datasets of this run. Fix: rename one of them."
+            )
+        _register(name, source)
+        getattr(registered, role)[name] = source.dataset
+    return registered
+
+
+def _open_all(
+    datasets: CocoDatasets, folder: str
+) -> Iterator[tuple[str, str, CocoSource]]:
+    """Yield role, name and source of each dataset; a split one has both roles."""
+    read = functools.cache(_try_read)  # a file may have several names
+    # of the first file that can be read, from the training on
+    classes: dict[int, str] = {}
+
+    for role, named in vars(datasets).items():
+        for name, given in named.items():
+            dataset = replace(
+                given, json=_absolute(given.json), images=_absolute(given.images)
+            )
+            content, error = read(dataset.json)
+            classes = classes or category_names(content)
+            completed, notes = complete_coco(content, classes)
+
+            if dataset.val_fraction:
+                if error is not None:
+                    raise error
+                val_name = f"{name.removesuffix('_train')}_val"
+                train, val = split_coco(completed, dataset.val_fraction)
+                yield (
+                    "train",
+                    name,
+                    _derive(name, dataset, train, folder, notes, "train"),
+                )
+                yield (
+                    "val",
+                    val_name,
+                    _derive(val_name, dataset, val, folder, notes, "val"),
+                )
+            elif completed is content:
+                yield role, name, CocoSource(dataset, content, error=error)
+            else:
+                yield role, name, _derive(name, dataset, completed, folder, notes)
+
+
+def _absolute(path: str) -> str:
+    """Return the absolute path of a local file or folder, which a record elsewhere can name."""
+    return path if "://" in path else os.path.abspath(path)
+
+
+def _try_read(path: str) -> tuple[Any, Exception | None]:
+    """Return the content of a file, or the error of reading it, which the checks report."""
+    try:
+        return read_json(path), None
+    except (OSError, DataError) as error:
+        return None, error
+
+
+def _derive(
+    name: str,
+    dataset: CocoDataset,
+    content: Any,
+    folder: str,
+    notes: list[str],
+    part: str = "",
+) -> CocoSource:
+    """Return the source of a file in the run folder that is derived from a dataset's."""
+    path = os.path.join(os.path.abspath(folder), "datasets", f"{name}.json")
+    if os.path.realpath(path) == os.path.realpath(dataset.json):
+        raise ConfigError(
+            f"dataset ('{name}'): the run would replace its file '{path}'. Fix: give another OUTPUT_DIR."
+        )
+    own = replace(dataset, json=path, val_fraction=0.0)
+    return CocoSource(own, content, derived_from=dataset.json, notes=notes, part=part)
+
+
+def _register(name: str, source: CocoSource) -> None:
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ConfigError(
+            f"dataset ('{name}'): not a name. Fix: use letters, digits, '_', '-' and '.' only."
+        )
+    if name in DatasetCatalog and own_source(name) is None:
+        raise ConfigError(
+            f"dataset ('{name}'): belongs to another dataset already. Fix: choose another name."
+        )
+
+    # Metadata cannot be changed: remove an earlier registration first.
+    DatasetCatalog.pop(name, None)
+    MetadataCatalog.pop(name, None)
+    DatasetCatalog.register(name, source.records)
+    MetadataCatalog.get(name).set(**coco_metadata(source))
+
+
+def open_dataset(name: str) -> CocoSource | None:
+    """Return the open source of a registered dataset, else open its json; None without one.
+
+    A dataset that is a Python function has no json: Detectron2 checks it.
+    """
+    source = own_source(name)
+    if source is not None:
+        return source
+    metadata = MetadataCatalog.get(name)
+    path = metadata.get("json_file")
+    if not path:
+        return None
+    dataset = CocoDataset(path, metadata.get("image_root") or ".")
+    return CocoSource(dataset, read_json(path), is_filled_in=False)
+
+
+def record_datasets(cfg: CfgNode, folder: str, run_folder: str = "") -> None:
+    """Write the derived files of a config's own datasets, and their ``datasets.yaml`` to ``folder``.
+
+    This is when a run begins. See :func:`.datasets_yaml.write_datasets`.
+    """
+    train = _own_datasets(cfg.DATASETS.TRAIN)
+    val = _own_datasets(cfg.DATASETS.TEST)
+    write_datasets(CocoDatasets(train, val), folder, run_folder)
+
+
+def _own_datasets(names: Iterable[str]) -> dict[str, CocoDataset]:
+    """Write the derived files of own datasets; return the datasets by name."""
+    datasets = {}
+    for name in names:
+        source = own_source(name)
+        if source is not None:
+            source.write()
+            datasets[name] = source.dataset
+    return datasets

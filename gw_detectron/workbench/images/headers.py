@@ -1,0 +1,195 @@
+"""What the header and the end of an image file tell: size, what readers leave out, and why it cannot be read."""
+
+import contextlib
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from detectron2.utils.file_io import PathManager
+from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
+
+from ...errors import DataError, first_line
+
+# Pillow's, of damaged and of huge files
+READ_ERRORS = (
+    EOFError,
+    OSError,
+    SyntaxError,
+    ValueError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+# the beginning of a file that is not an image -> what it is, and the fix
+_NOT_IMAGES = {
+    rb"\Z": "an empty file. Fix: fetch it again",
+    rb"version https://git-lfs": "a Git LFS pointer. Fix: run git lfs pull",
+    rb"(?i)\W*<(!doctype html|html|head|body)": "a web page. Fix: download the image itself",
+    rb"(?s)....ftyp(hei|hev|mif|msf)": "a HEIC photo. Fix: save it as jpg",
+    rb"II[*+]\0|MM\0[*+]": (
+        "a TIFF file that Pillow cannot open, e.g. of more than four channels. Fix: save it as RGB, or write a mapper "
+        "(docs/your_data.md)"
+    ),
+}
+_END = 4096  # bytes in which the mark of the end is
+
+
+class ImageHeader(NamedTuple):
+    """Width and height, turned upright by the EXIF entry, and what readers of the file leave out."""
+
+    width: int
+    height: int
+    left_out: str
+
+
+def read_header(
+    path: str | os.PathLike[str], percentiles: Sequence[float] = ()
+) -> ImageHeader:
+    """Read the header of an image, and compare the end of the file with it.
+
+    Only a file whose end looks wrong is decoded.
+
+    Raises:
+        DataError: the file is not an image, is truncated, or has more than 8 bits per channel and there are no
+            ``percentiles``.
+    """
+    with image_errors(path), open_header(path) as image:
+        check_bits(image, percentiles)
+        if not _looks_whole(image, path):
+            _decode(image)
+        width, height = _upright_size(image)
+        return ImageHeader(width, height, left_out(image))
+
+
+@contextlib.contextmanager
+def image_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn errors of reading an image into a DataError that names it."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (*READ_ERRORS, LookupError, TypeError) as error:  # the last: broken TIFF
+        problem = image_problem(path, error)
+        raise DataError(f"image ({os.fspath(path)!r}): {problem}.") from error
+
+
+def image_problem(
+    path: str | os.PathLike[str],
+    error: BaseException,
+    fix: str = "repair it or give another one",
+) -> str:
+    """Say why an image cannot be read, and what to do."""
+    if isinstance(error, Image.DecompressionBombError):
+        return (
+            "more than 179 megapixels, Pillow's limit. Fix: predict with --tiles; to train, cut it into smaller images "
+            "with their annotations"
+        )
+    if not isinstance(error, UnidentifiedImageError):
+        reason = first_line(error)
+        return reason if "Fix: " in reason else f"cannot be read: {reason}. Fix: {fix}"
+
+    with PathManager.open(os.fspath(path), "rb") as file:
+        begin = file.read(200)
+    for pattern, kind in _NOT_IMAGES.items():
+        if re.match(pattern, begin):
+            return f"not an image file: {kind}"
+    return "not an image file that Pillow reads. Fix: save it as jpg or png"
+
+
+def open_header(path: str | os.PathLike[str]) -> Image.Image:
+    """Open an image without decoding it; a pipe or a folder is an OSError."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError("not a file")
+    return Image.open(path)
+
+
+def _decode(image: Image.Image) -> None:
+    try:
+        image.load()
+    except READ_ERRORS as error:
+        raise OSError("truncated or damaged") from error
+
+
+def is_deep(image: Image.Image) -> bool:
+    """Return whether an image has gray values of more than 8 bits."""
+    return image.mode[0] in "IF"
+
+
+def check_bits(image: Image.Image, percentiles: Sequence[float]) -> None:
+    """Refuse gray values of more than 8 bits without percentiles: Pillow would cut them off at 255."""
+    if is_deep(image) and not percentiles:
+        raise ValueError(
+            "more than 8 bits per channel. Fix: set INPUT.PERCENTILES 0.5,99.5, or save it with 8 bits"
+        )
+
+
+def _looks_whole(image: Image.Image, path: str | os.PathLike[str]) -> bool:
+    """Return whether a file has the end that its format marks; False, too, where no mark is known."""
+    size = os.path.getsize(path)
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        return _end_of_strips(image) <= size
+
+    with open(path, "rb") as file:
+        file.seek(max(0, size - _END))
+        end = file.read()
+    marks = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
+    return image.format in marks and marks[image.format] in end
+
+
+def _end_of_strips(image: TiffImagePlugin.TiffImageFile) -> int:
+    tags = image.tag_v2
+    if TiffImagePlugin.TILEOFFSETS in tags:
+        offsets = tags[TiffImagePlugin.TILEOFFSETS]
+        counts = tags[TiffImagePlugin.TILEBYTECOUNTS]
+    else:
+        offsets = tags[TiffImagePlugin.STRIPOFFSETS]
+        counts = tags[TiffImagePlugin.STRIPBYTECOUNTS]
+    return max(map(sum, zip(offsets, counts, strict=True)))
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    width, height = image.size
+    # of a PNG without an entry, Pillow would decode all to look for one behind the pixels
+    if image.format == "PNG" and "exif" not in image.info:
+        return width, height
+
+    orientation = 1
+    # damaged: Detectron2 leaves the image as it is
+    with contextlib.suppress(Exception):
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
+
+
+def left_out(image: Image.Image) -> str:
+    """Name what every reader leaves out of an image file, or "".
+
+    A record has one image for its boxes, so only the first page of a file is read, in training and in prediction.
+    """
+    parts = []
+    pages = _count_pages(image)
+    if pages > 1:
+        parts.append(f"pages 2 to {pages}")
+    tiles = getattr(image, "tile", ())  # how the pixels are stored
+    if ";16" in str(tiles[:1]) and not is_deep(image):
+        parts.append("the lower 8 of 16 bits of colors")
+    return " and ".join(parts)
+
+
+def _count_pages(image: Image.Image) -> int:
+    """Count the pages or frames of a file, without previews and smaller copies."""
+    # cameras write previews into MPO files
+    count = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    if count == 1 or not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return count
+
+    pages = 0
+    with contextlib.suppress(*READ_ERRORS):
+        for index in range(count):
+            image.seek(index)
+            kind = image.tag_v2.get(254, 0)  # NewSubfileType: 1 smaller copy, 4 mask
+            pages += not kind & 5
+    image.seek(0)
+    return pages

@@ -1,0 +1,96 @@
+"""Headers and ends of image files: what is not an image, is truncated, or is not read whole."""
+
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gw_detectron.errors import DataError
+from gw_detectron.workbench.images import read_header, read_image
+
+NOISE = np.random.default_rng(0).integers(0, 255, (60, 80, 3), np.uint8)
+STRANGE = {
+    "an empty file": b"",
+    "a Git LFS pointer. Fix: run git lfs pull": b"version https://git-lfs.github.com/spec/v1\n",
+    "a web page": b"\xef\xbb\xbf\n<!DOCTYPE html><html>",
+    "a HEIC photo": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
+    "a TIFF file that Pillow cannot open": b"II*\0\x08\0\0\0\0\0",
+}
+
+
+def assert_refused(path, words):
+    """Refused in the same words before a training and in a prediction."""
+    for read in (read_header, lambda path: read_image(path, "RGB")):
+        with pytest.raises(DataError, match=words):
+            read(path)
+
+
+@pytest.mark.parametrize(("words", "content"), STRANGE.items())
+def test_another_file_is_told_by_its_kind(tmp_path, words, content):
+    path = tmp_path / "photo.jpg"
+    path.write_bytes(content)
+
+    assert_refused(path, f"photo.jpg'.: not an image file: {words}")
+
+
+def test_more_pixels_than_pillow_reads_need_tiles(tmp_path, monkeypatch):
+    path = tmp_path / "a.png"
+    Image.new("1", (2000, 2000)).save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10**6)
+
+    assert_refused(path, "megapixels.*--tiles")
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "bmp", "gif", "webp"])
+def test_the_end_of_a_file_is_missed_before_the_run(tmp_path, suffix):
+    path = tmp_path / f"photo.{suffix}"
+    Image.fromarray(NOISE).save(path)
+    whole = path.read_bytes()
+    assert read_header(path) == (80, 60, "")
+
+    for length in (len(whole) // 2, len(whole) - 1000):
+        path.write_bytes(whole[:length])
+        assert_refused(path, "cannot be read")
+
+    # cameras and disks append bytes
+    path.write_bytes(whole + bytes(9000))
+    assert read_header(path) == (80, 60, "")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "rest"),
+    [
+        ("tif", "pages 2 to 3"),
+        ("gif", "pages 2 to 3"),
+        ("png", "pages 2 to 3"),
+        ("webp", "pages 2 to 3"),
+        ("mpo", ""),  # with previews of a camera
+    ],
+)
+def test_pages_that_no_reader_reads_are_named(tmp_path, suffix, rest, caplog):
+    path = tmp_path / f"pages.{suffix}"
+    pages = [Image.fromarray(np.roll(NOISE, shift, 0)) for shift in range(3)]
+    pages[0].save(path, save_all=True, append_images=pages[1:])
+
+    assert read_header(path).left_out == rest
+    read_image(path, "RGB")
+    logged = [record.getMessage() for record in caplog.records]
+    assert any(rest in message for message in logged) is bool(rest)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_colors_of_16_bits_are_named(tmp_path, suffix):
+    cv2 = pytest.importorskip("cv2")
+    path = tmp_path / f"deep.{suffix}"
+    cv2.imwrite(str(path), NOISE.astype(np.uint16) << 4)
+
+    assert "lower 8 of 16 bits" in read_header(path).left_out
+
+
+def test_a_pipe_is_not_opened(tmp_path):
+    path = tmp_path / "photo.jpg"
+    os.mkfifo(path)
+
+    with pytest.raises(DataError, match="not a file"):
+        read_header(path)
