@@ -365,10 +365,33 @@ def test_keys_of_the_users_own_yaml_stay(run, tmp_path):
     assert cfg.INPUT.MIN_SIZE_TEST == 99
 
 
-def test_deep_images_and_augmentations_reach_the_loaders(run, tmp_path):
-    for path in (tmp_path / "photos").iterdir():
+def deepen(folder):
+    """Save photos as gray images of 16 bits."""
+    for path in folder.iterdir():
         gray = np.asarray(Image.open(path).convert("L"))
         Image.fromarray(gray.astype(np.uint16) * 200).save(path, format="PNG")
+
+
+def test_percentiles_keep_the_pixels_of_small_objects(run, tmp_path):
+    deepen(tmp_path / "photos")
+    path = tmp_path / "annotations.json"
+    content = json.loads(path.read_text())
+    for annotation in content["annotations"]:
+        annotation["bbox"][2:] = [2, 2]
+        del annotation["segmentation"], annotation["area"]
+    path.write_text(json.dumps(content))
+
+    cfg = run("--auto", keys=["MODEL.MASK_ON", "False"])
+
+    low, high = cfg.INPUT.PERCENTILES
+    pixels = sum(image["width"] * image["height"] for image in content["images"])
+    covered = 100 * 4 * len(content["annotations"]) / pixels
+    assert 0 < low < covered / 2
+    assert high == 100 - low
+
+
+def test_deep_images_and_augmentations_reach_the_loaders(run, tmp_path):
+    deepen(tmp_path / "photos")
     augmentations = ["INPUT.AUGMENTATIONS", "['RandomCrop(size=48)']"]
 
     cfg = run("--auto", keys=[*augmentations, "DATALOADER.NUM_WORKERS", "0"])

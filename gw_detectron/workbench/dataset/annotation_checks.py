@@ -183,5 +183,5 @@ def _check_evaluated_fields(content: Any, needs: DatasetNeeds, found: _Found) ->
     found[f.AREA] += replaced_values(annotations, completed, "area")
     if needs.keypoints:
         found[f.COUNTS] += replaced_values(annotations, completed, "num_keypoints")
-    numbers = [annotation["id"] for annotation in content["annotations"]]
-    found[f.NO_ID] += [number for number in numbers if not is_match_id(number)]
+    ids = [annotation["id"] for annotation in content["annotations"]]
+    found[f.NO_ID] += [number for number in ids if not is_match_id(number)]

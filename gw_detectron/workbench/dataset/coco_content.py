@@ -205,8 +205,7 @@ def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
         places = {
             image["id"]: _place(image["file_name"]) for image in content["images"]
         }
-        # an annotation of an unknown image stays in the training, whose check names it
-        owners = [places.get(a["image_id"], 1.0) for a in content["annotations"]]
+        owners = [annotation["image_id"] for annotation in content["annotations"]]
     except MALFORMED:
         return content, content
 
@@ -217,13 +216,15 @@ def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
         )
     border = min(max(val_fraction, ranked[1]), ranked[-1])
 
-    def part(in_val: bool) -> Any:
-        images = [i for i in content["images"] if (places[i["id"]] < border) is in_val]
+    is_val = {number: place < border for number, place in places.items()}
+    parts = []
+    for side in (False, True):
+        images = [i for i in content["images"] if is_val[i["id"]] is side]
+        # an annotation of an unknown image stays in the training, whose check names it
         pairs = zip(content["annotations"], owners, strict=True)
-        annotations = [a for a, place in pairs if (place < border) is in_val]
-        return {**content, "images": images, "annotations": annotations}
-
-    return part(False), part(True)
+        annotations = [a for a, owner in pairs if is_val.get(owner, False) is side]
+        parts.append({**content, "images": images, "annotations": annotations})
+    return parts[0], parts[1]
 
 
 def _place(file_name: str) -> float:

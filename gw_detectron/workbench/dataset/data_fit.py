@@ -38,7 +38,6 @@ def check_fit(
     if trained:
         sides = training_sides(cfg)
         boxes = np.concatenate([data.resized(*sides) for data in trained.values()])
-        yield from _other_sizes(cfg, boxes, tested)
         yield from _poor_anchors(cfg, boxes)
 
 
@@ -71,21 +70,6 @@ def _low_batch(cfg: CfgNode, trained: Mapping[str, Fingerprint]) -> Iterator[str
         if np.median(data.per_image) > limit
     }
     yield from _low_limit(cfg, dense, key, "are left out of a step", share)
-
-
-def _other_sizes(
-    cfg: CfgNode, boxes: np.ndarray, tested: Mapping[str, Fingerprint]
-) -> Iterator[str]:
-    """Warn where objects of the evaluation are half or twice as large as the resized boxes of the training."""
-    sides = (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
-    usual = np.median(np.sqrt(boxes.prod(axis=1)))
-    for name, data in tested.items():
-        size = np.median(data.sizes(*sides))
-        if not 0.5 < size / usual < 2:
-            yield (
-                f"INPUT.MIN_SIZE_TEST, MAX_SIZE_TEST ({sides}): objects have {size:.0f} pixels (median) in {name} "
-                f"and {usual:.0f} in the training. Fix: choose sides that give them the same size."
-            )
 
 
 def _poor_anchors(cfg: CfgNode, boxes: np.ndarray) -> Iterator[str]:

@@ -5,7 +5,7 @@ import functools
 import os
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PureWindowsPath
 from typing import Any
 from urllib.parse import unquote
@@ -260,22 +260,18 @@ def _different_classes(
     for name, names in known.items():
         if names == wanted:
             continue
-        missing = sorted(set(wanted) - set(names))
-        added = sorted(set(names) - set(wanted))
-        differences = []
-        if missing:
-            differences.append(f"no {summarize_names(missing)}")
-        if added:
-            differences.append(f"also {summarize_names(added)}")
+        missing = summarize_names(sorted(set(wanted) - set(names)))
+        added = summarize_names(sorted(set(names) - set(wanted)))
+        difference = "another order"
+        if missing or added:
+            difference = f"missing: {missing or 'none'}; added: {added or 'none'}"
         yield (
-            f"DATASETS ('{name}'): other classes than {first}: {' and '.join(differences) or 'another order'}. Fix: "
-            "give it the same list of categories; a category may have no object."
+            f"DATASETS ('{name}'): other classes than {first}: {difference}. Fix: give it the same list of categories; "
+            "a category may have no object."
         )
 
 
-def _wrong_keypoint_names(
-    cfg: CfgNode, datasets: Sequence[str] | Mapping[str, Any]
-) -> Iterator[str]:
+def _wrong_keypoint_names(cfg: CfgNode, datasets: Iterable[str]) -> Iterator[str]:
     """Yield an error for each dataset whose names of keypoints do not fit the model or its flips."""
     points = cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS
     first: list[str] = []
@@ -284,56 +280,43 @@ def _wrong_keypoint_names(
             continue
         metadata = MetadataCatalog.get(name)
         names = list(metadata.get("keypoint_names") or ())
-        pairs = metadata.get("keypoint_flip_map") or ()
-        try:
+        flipped = {
+            part for pair in metadata.get("keypoint_flip_map") or () for part in pair
+        }
+        order: list[int] = []
+        # AttributeError: no names or pairs; ValueError: a pair with another name
+        with contextlib.suppress(AttributeError, ValueError):
             order = create_keypoint_hflip_indices(name)
-        except AttributeError:  # no names or pairs
-            if name not in cfg.DATASETS.TRAIN:
-                continue
-            order = []
-        except ValueError:  # a pair with another name
-            order = []
+        if not order and name not in cfg.DATASETS.TRAIN:
+            continue
 
         first = first or names
-        flipped = {part for pair in pairs for part in pair}
         twice = [order[index] for index in order]
         if names != first or flipped - {*names} or twice != list(range(points)):
+            listed = summarize_names(map(str, names), 20)
             yield (
-                f"keypoint_names of {name} ({summarize_names(map(str, names), 20)}): not one name for each of {points} "
-                "keypoints (MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS), in at most one pair of keypoint_flip_map, the same "
-                f"in all datasets. {_KEYPOINT_FIX}"
+                f"keypoint_names of {name} ({listed}): not one name for each of {points} keypoints "
+                "(MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS), in at most one pair of keypoint_flip_map, the same in all "
+                f"datasets. {_KEYPOINT_FIX}"
             )
 
 
 def _classes_without_objects(
     cfg: CfgNode, fingerprints: Mapping[str, Fingerprint]
 ) -> Iterator[str]:
-    """Yield warnings of classes that are not trained, if all training data is known."""
+    """Yield a warning of classes that are not trained, if all training data is known."""
     trained = [
         fingerprints[name] for name in cfg.DATASETS.TRAIN if name in fingerprints
     ]
-    tested = [fingerprints[name] for name in cfg.DATASETS.TEST if name in fingerprints]
     if not trained or len(trained) < len(cfg.DATASETS.TRAIN):
         return
-
-    names = np.array(trained[0].classes, str)
-    untrained = np.sum([data.per_class for data in trained], axis=0) == 0
-    tested_objects = np.sum(
-        [np.zeros(len(names)), *(data.per_class for data in tested)], axis=0
-    )
-    scored = untrained & (tested_objects > 0)
-    unused = untrained & ~scored
-
-    count = len(names)
-    if scored.any():
+    counts = np.sum([data.per_class for data in trained], axis=0)
+    names = np.array(trained[0].classes, str)[counts == 0]
+    if len(names):
         yield (
-            f"DATASETS: {scored.sum()} of {count} classes occur only in the evaluation: their AP of 0 lowers the mean "
-            f"({summarize_names(names[scored])}). Fix: move some to the training."
-        )
-    if unused.any():
-        yield (
-            f"DATASETS: {unused.sum()} of {count} classes have no object: outputs that learn nothing "
-            f"({summarize_names(names[unused])}). Fix: remove them from the categories."
+            f"DATASETS: {len(names)} of {len(counts)} classes have no object to train on ({summarize_names(names)}): "
+            "where the evaluation has some, an AP of 0 lowers the mean. Fix: move some to the training, or remove the "
+            "categories."
         )
 
 

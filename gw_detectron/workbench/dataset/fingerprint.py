@@ -33,8 +33,6 @@ class Fingerprint:
     category: np.ndarray  # index of each object's class, (N)
     # number of objects by their segmentation: "polygon", "rle" or "none"
     masks: Counter[str]
-    crowds: int  # annotations with iscrowd, which are not trained on
-    unusable: int  # other annotations that cannot be learned
 
     @cached_property
     def per_image(self) -> np.ndarray:
@@ -109,15 +107,10 @@ def read_fingerprint(content: Any) -> Fingerprint:
 
         objects = []
         masks: Counter[str] = Counter()
-        crowds = 0
-        annotations = content.get("annotations", ())
-        for annotation in reader.read(annotations):
-            if annotation.get("iscrowd"):
-                crowds += 1
-                continue
+        for annotation in reader.read(content.get("annotations", ())):
             image = images.get(annotation.get("image_id"))
             category = categories.get(annotation.get("category_id"))
-            if image is None or category is None:
+            if annotation.get("iscrowd") or image is None or category is None:
                 continue
             box = _clipped(annotation.get("bbox"), sizes[image])
             if box is not None:
@@ -134,8 +127,6 @@ def read_fingerprint(content: Any) -> Fingerprint:
         image=table[:, 3].astype(int),
         category=table[:, 4].astype(int),
         masks=masks,
-        crowds=crowds,
-        unusable=len(annotations) - crowds - len(objects),
     )
 
 
@@ -152,8 +143,6 @@ def join_fingerprints(parts: Sequence[Fingerprint]) -> Fingerprint:
         image=np.concatenate(shifted),
         category=np.concatenate([part.category for part in parts]),
         masks=sum((part.masks for part in parts), Counter()),
-        crowds=sum(part.crowds for part in parts),
-        unusable=sum(part.unusable for part in parts),
     )
 
 

@@ -56,18 +56,15 @@ def mask_boxes(
     """
     boxes = np.full((len(masks), 4), np.nan)
     areas = np.full(len(masks), np.nan)
-    polygons: list[tuple[int, list[float]]] = []
-    encoded: list[int] = []
+    encoded = []
     for index, (mask, size) in enumerate(zip(masks, sizes, strict=True)):
         if isinstance(mask, list):
-            polygons += [(index, polygon) for polygon in mask if is_polygon(polygon)]
+            polygons = list(filter(is_polygon, mask))
+            if polygons:
+                boxes[index], areas[index] = _measure_polygons(polygons)
         elif is_run_length(mask, size):
             encoded.append(index)
 
-    if polygons:
-        owners, polygon_boxes, polygon_areas = _polygon_boxes(polygons)
-        boxes[owners] = polygon_boxes
-        areas[owners] = polygon_areas
     if encoded:
         run_lengths = [compressed(masks[index]) for index in encoded]
         boxes[encoded] = corners(mask_util.toBbox(run_lengths))
@@ -76,34 +73,24 @@ def mask_boxes(
     return boxes, areas
 
 
-def _polygon_boxes(
-    polygons: Sequence[tuple[int, list[float]]],
-) -> tuple[Any, Floats, Floats]:
-    """Return, for pairs of owner and polygon in order, the owners, their boxes and areas.
+def _measure_polygons(polygons: Sequence[list[float]]) -> tuple[list[float], float]:
+    """Return the box x0, y0, x1, y1 and the area of polygons.
 
     The area of a polygon is half of ``|sum_i x_i y_(i+1) - x_(i+1) y_i|``.
     """
-    numbers = [polygon for _, polygon in polygons]
-    flat = np.concatenate([np.asarray(polygon) for polygon in numbers])
-    if flat.dtype.kind not in "iuf":  # NumPy would read a number from a text
-        raise TypeError("a polygon has other values than numbers")
-    points = flat.astype(float).reshape(-1, 2)
+    area = 0.0
+    for polygon in polygons:
+        xs, ys = polygon[::2], polygon[1::2]
+        last_x, last_y = xs[-1], ys[-1]
+        cross = 0.0
+        for x, y in zip(xs, ys, strict=True):
+            cross += last_x * y - x * last_y
+            last_x, last_y = x, y
+        area += abs(cross) / 2
 
-    # of each polygon: its first point, and of each point the next one
-    lengths = np.array([len(polygon) // 2 for polygon in numbers])
-    starts = np.cumsum(lengths) - lengths
-    following = np.arange(1, len(points) + 1)
-    following[starts + lengths - 1] = starts
-
-    x, y = points.T
-    cross = x * y[following] - x[following] * y
-    shoelace = np.abs(np.add.reduceat(cross, starts)) / 2
-
-    owners, first = np.unique([owner for owner, _ in polygons], return_index=True)
-    low = np.minimum.reduceat(points, starts[first])
-    high = np.maximum.reduceat(points, starts[first])
-    areas = np.add.reduceat(shoelace, first)
-    return owners, np.hstack([low, high]), areas
+    columns = [x for polygon in polygons for x in polygon[::2]]
+    rows = [y for polygon in polygons for y in polygon[1::2]]
+    return [min(columns), min(rows), max(columns), max(rows)], area
 
 
 def corners(boxes: Floats) -> Floats:

@@ -101,8 +101,8 @@ def apply_recipe(
     data = join_fingerprints([source.fingerprint for source in sources])
     if not len(data.boxes):
         raise DataError(
-            f"{flag}: {len(data.images)} images have no object to learn from ({data.crowds} crowds, "
-            f"{data.unusable} without box, image or category). Fix: correct the annotations."
+            f"{flag}: {len(data.images)} images have no object to learn from: no annotations, or only crowds and "
+            "objects without box, image or category. Fix: correct the annotations."
         )
 
     recipe = _Recipe(cfg, given, flag)
@@ -195,11 +195,8 @@ def _image_size(recipe: _Recipe, data: Fingerprint) -> None:
     side = int(np.clip(32 * round(side / 32), lowest, highest))
     sides = tuple(round(side * scale) for scale in _SCALES)
 
-    longest = recipe.cfg.INPUT.MAX_SIZE_TRAIN
-    low, high = smallest(sides[0], longest), smallest(sides[-1], longest)
-    reason = f"small objects get {low:.0f} to {high:.0f} pixels"
-    if high < wanted / 2:
-        reason += "; for more, cut the images into smaller ones"
+    pixels = smallest(side, recipe.cfg.INPUT.MAX_SIZE_TRAIN)
+    reason = f"small objects get {pixels:.0f} pixels"
     recipe.set("INPUT.MIN_SIZE_TRAIN", sides, reason)
     recipe.set(
         "INPUT.MIN_SIZE_TEST", int(training_sides(recipe.cfg)[0]), "as in training"
@@ -226,25 +223,22 @@ def _anchors(recipe: _Recipe, data: Fingerprint) -> None:
     strides = anchor_strides(cfg)
     sides = training_sides(cfg)
 
-    scaled = [node.SIZES]
-    if size_key not in recipe.given:
-        factors = 2 ** np.arange(-4, 4, 0.25)
-        scaled = [
-            [[max(1, round(factor * size)) for size in level] for level in node.SIZES]
-            for factor in factors
-        ]
-    ratio_lists = [node.ASPECT_RATIOS]
-    if ratio_key not in recipe.given:
-        ratio_lists = [[ratios] for ratios in _RATIOS]
+    if {size_key, ratio_key} & set(recipe.given):
+        return
+    factors = 2 ** np.arange(-4, 4, 0.25)
+    scaled = [
+        [[max(1, round(factor * size)) for size in level] for level in node.SIZES]
+        for factor in factors
+    ]
 
     before = anchor_fit(
         data, sides, anchor_shapes(node.SIZES, node.ASPECT_RATIOS, strides)
     )
     options = []
-    for sizes, ratios in itertools.product(scaled, ratio_lists):
-        anchors = anchor_shapes(sizes, ratios, strides)
-        if len(scaled) == 1 or _are_seen(anchors):
-            options.append((anchor_fit(data, sides, anchors), sizes, ratios))
+    for sizes, ratios in itertools.product(scaled, _RATIOS):
+        anchors = anchor_shapes(sizes, [ratios], strides)
+        if _are_seen(anchors):
+            options.append((anchor_fit(data, sides, anchors), sizes, [ratios]))
 
     best = max((fit for fit, _, _ in options), default=before)
     if best - before < _NOTABLE:

@@ -68,18 +68,11 @@ def _open_all(
             if dataset.val_fraction:
                 if error is not None:
                     raise error
-                val_name = f"{name.removesuffix('_train')}_val"
-                train, val = split_coco(completed, dataset.val_fraction)
-                yield (
-                    "train",
-                    name,
-                    _derive(name, dataset, train, folder, notes, "train"),
-                )
-                yield (
-                    "val",
-                    val_name,
-                    _derive(val_name, dataset, val, folder, notes, "val"),
-                )
+                halves = split_coco(completed, dataset.val_fraction)
+                names = {"train": name, "val": f"{name.removesuffix('_train')}_val"}
+                for (part, own), half in zip(names.items(), halves, strict=True):
+                    source = _derive(own, dataset, half, folder, notes, part)
+                    yield part, own, source
             elif completed is content:
                 yield role, name, CocoSource(dataset, content, error=error)
             else:

@@ -169,27 +169,11 @@ def left_out(image: Image.Image) -> str:
     A record has one image for its boxes, so only the first page of a file is read, in training and in prediction.
     """
     parts = []
-    pages = _count_pages(image)
+    # cameras write previews into MPO files
+    pages = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if pages > 1:
         parts.append(f"pages 2 to {pages}")
     tiles = getattr(image, "tile", ())  # how the pixels are stored
     if ";16" in str(tiles[:1]) and not is_deep(image):
         parts.append("the lower 8 of 16 bits of colors")
     return " and ".join(parts)
-
-
-def _count_pages(image: Image.Image) -> int:
-    """Count the pages or frames of a file, without previews and smaller copies."""
-    # cameras write previews into MPO files
-    count = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-    if count == 1 or not isinstance(image, TiffImagePlugin.TiffImageFile):
-        return count
-
-    pages = 0
-    with contextlib.suppress(*READ_ERRORS):
-        for index in range(count):
-            image.seek(index)
-            kind = image.tag_v2.get(254, 0)  # NewSubfileType: 1 smaller copy, 4 mask
-            pages += not kind & 5
-    image.seek(0)
-    return pages

@@ -278,31 +278,23 @@ def find_images(folder: str | os.PathLike[str]) -> list[Path]:
             f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder."
         )
 
-    roots = [os.fspath(folder)]
     seen = set()
-    paths = []
-    for (
-        root
-    ) in roots:  # links are appended: a folder that is also linked keeps its own name
-        for place, below, names in os.walk(root):
-            real = os.path.realpath(place)
-            if real in seen:  # a link to a folder above it
-                below.clear()
-                continue
+    images = []
+    for place, below, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:  # a link to a folder above it, or linked twice
+            below.clear()
+            continue
+        seen.add(real)
+        paths = [Path(place, name) for name in names]
+        images += [path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES]
 
-            seen.add(real)
-            roots += filter(
-                os.path.islink, (os.path.join(place, name) for name in below)
-            )
-            paths += [Path(place, name) for name in names]
-
-    images = sorted(path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES)
     if not images:
         raise DataError(
             f"images ({os.fspath(folder)!r}): none found. Fix: put {', '.join(IMAGE_SUFFIXES)} "
             "files there."
         )
-    return images
+    return sorted(images)
 
 
 def evenly_spread(items: Sequence[_Item], count: int) -> list[_Item]:

@@ -134,20 +134,6 @@ def test_anchors_of_another_size_than_the_objects(size, anchors):
     assert warnings(odd, odd, anchors=fitting) == []
 
 
-@pytest.mark.parametrize(
-    ("image", "size", "side"), [((2560, 1920), 40, 192), ((1000, 800), 60, 2400)]
-)
-def test_objects_of_another_size_in_the_evaluation(image, size, side):
-    tested = cells([9], size, image)
-
-    (warning,) = warnings(
-        SOUND, tested, INPUT__MIN_SIZE_TEST=side, INPUT__MAX_SIZE_TEST=9999
-    )
-
-    assert f"INPUT.MIN_SIZE_TEST, MAX_SIZE_TEST (({side}" in warning
-    assert "and 60 in the training" in warning
-
-
 def test_images_without_objects_are_counted_unless_they_are_trained_on():
     (warning,) = warnings(SOUND, SOUND, DATALOADER__FILTER_EMPTY_ANNOTATIONS=True)
 

@@ -56,8 +56,6 @@ CONTENT = {
         ("per_image", [2, 1]),
         ("per_class", [1, 2]),
         ("images_per_class", [1, 1]),
-        ("crowds", 1),
-        ("unusable", 6),
         ("masks", {"polygon": 1, "rle": 1, "none": 1}),
     ],
 )

@@ -6,7 +6,11 @@ import torch
 from detectron2.data import Metadata
 from detectron2.structures import Boxes, BoxMode, Instances
 
-from gw_detectron.workbench.images.drawing import draw_objects, object_colors
+from gw_detectron.workbench.images.drawing import (
+    _labels,
+    draw_objects,
+    object_colors,
+)
 from gw_detectron.workbench.predict import draw_predictions, draw_record
 
 CLASSES = Metadata(thing_classes=["cat", "dog", "cow"])
@@ -98,3 +102,18 @@ def test_prediction_and_ground_truth_are_drawn_alike():
     difference = np.abs(predicted - annotated)
     assert difference[300:340, 110:290].max() <= 3
     assert difference.any()  # the score
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("cup", "cup"),
+        ("\u676f", r"\u676f"),  # no glyph in the font: a box for any character
+        ("a\x1b[31m", r"a\x1b[31m"),
+        ("c" * 10_000, "c" * 40),
+    ],
+)
+def test_names_are_labels_that_the_font_can_draw(name, label):
+    labels = _labels([name, "other"], [0], [0.5], None)
+
+    assert labels == [f"{label} 50%"]

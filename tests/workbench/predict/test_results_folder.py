@@ -176,7 +176,7 @@ def test_broken_files_are_named_and_the_others_predicted(tmp_path, photos, predi
     summary, results = predict(photos)
 
     assert list(summary.failed) == ["a.jpg", "c.png"]
-    assert "cannot be read" in summary.failed["a.jpg"]
+    assert "not an image file" in summary.failed["a.jpg"]
     assert [row["image_id"] for row in results] == [1, 2]
 
     for path in (photos / "b.png", photos / "sub" / "a.jpg"):
