@@ -66,10 +66,11 @@ def _try(provider: str, measure: Callable[[], Any]) -> Any:
     """Return the result, or the cell of a note if another layer than this package's own cannot run."""
     try:
         return measure()
+    # out of memory, the compiler, BatchNorm of one value per channel
     except (
         RuntimeError,
         ValueError,
-    ) as error:  # out of memory, the compiler, BatchNorm of one value per channel
+    ) as error:
         if provider.startswith("ours"):
             raise
         return {"note": note_of(error)}
@@ -114,11 +115,12 @@ def _memory(case: Case, providers: Sequence[str]) -> dict[str, dict[str, Any]]:
             case.device,
         )
 
+    # which saves nothing
     found = {
         name: _try(name, partial(measure, name))
         for name in providers
         if name != "floor"
-    }  # which saves nothing
+    }
     if baseline := found.get("group_norm", {}).get("saved_mib"):
         for cells in found.values():
             if "saved_mib" in cells:

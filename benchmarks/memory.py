@@ -40,14 +40,12 @@ def saved_bytes(forward: Callable[[], object], module: nn.Module) -> int:
     excluded = {
         _storage(tensor) for tensor in (*module.parameters(), *module.buffers())
     }
-    saved: list[
-        Tensor
-    ] = []  # kept alive until all are counted, so that no address is used twice
+    # kept alive until all are counted, so that no address is used twice
+    saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.append(
-            tensor.detach()
-        )  # an output saved with its graph would be a reference cycle
+        # an output saved with its graph would be a reference cycle
+        saved.append(tensor.detach())
         return saved[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -141,9 +141,8 @@ def measure_detectors(
         model: Step(partial(open_predictor(model, device=str(device)), pixels))
         for model in models
     }
-    times = time_alternating(
-        steps, repeats, torch.device("cpu"), "predictions"
-    )  # the results are there
+    # the results are there
+    times = time_alternating(steps, repeats, torch.device("cpu"), "predictions")
     for model, cells in times.items():
         ratio = cells["median_ms"] / times[models[0]]["median_ms"]
         yield {

@@ -152,9 +152,8 @@ def _ours(case: Case) -> nn.Module:
 
 def _ours_relu(case: Case) -> nn.Module:
     layer = _ours(case)
-    layer.forward = functools.partial(
-        layer.forward, relu=True
-    )  # the ReLU is fused at the call
+    # the ReLU is fused at the call
+    layer.forward = functools.partial(layer.forward, relu=True)
     return layer
 
 

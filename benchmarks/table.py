@@ -109,10 +109,11 @@ def read_csv(path: str | os.PathLike[str]) -> Table:
                 line for line in lines if not line.startswith("#")
             )
         ]
+    # a missing cell, or text among the numbers
     except (
         TypeError,
         ValueError,
-    ) as error:  # a missing cell, or text among the numbers
+    ) as error:
         raise DataError(f"table ('{path}'): {error}") from error
     return Table(kind, header, rows)
 

@@ -106,9 +106,8 @@ def _time_cpu(step: Step) -> Callable[[], float]:
 def _time_cuda(step: Step, flush: Tensor, host: list[float]) -> Callable[[], float]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.zero_()
-    torch.cuda._sleep(
-        _HEAD_START
-    )  # else the events would be as far apart as the launches
+    # else the events would be as far apart as the launches
+    torch.cuda._sleep(_HEAD_START)
     start.record()
     before = perf_counter()
     step.run()

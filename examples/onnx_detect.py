@@ -138,17 +138,17 @@ def main() -> None:
         )
     try:
         session, description = load(args.model)
-    except (
-        Exception
-    ) as error:  # onnxruntime has an exception of its own for every kind of damage
+    # onnxruntime has an exception of its own for every kind of damage
+    except Exception as error:
         sys.exit(f"Error: {args.model}: {' '.join(str(error).split())}")
     try:
         image = read(args.image)
+    # Pillow raises each of them for damaged files
     except (
         OSError,
         SyntaxError,
         ValueError,
-    ) as error:  # Pillow raises each of them for damaged files
+    ) as error:
         sys.exit(f"Error: {args.image}: cannot be read: {error}. Fix: give a photo.")
     found = detect(session, description, image)
     found = {

@@ -192,9 +192,8 @@ def read_config(
         reader.merge_from_file(config_file, allow_unsafe=False)
     except ConfigError:
         raise
-    except (
-        Exception
-    ) as error:  # yacs and the operating system raise errors of many classes
+    # yacs and the operating system raise errors of many classes
+    except Exception as error:
         raise ConfigError(f"'{config_file}': {_explain(error)}") from error
 
     cfg = CfgNode(reader)

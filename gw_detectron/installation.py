@@ -59,9 +59,8 @@ def has_compiled_operators() -> bool:
         from detectron2 import _C
 
         return hasattr(_C, "COCOevalEvaluateImages")
-    except (
-        ImportError
-    ):  # not compiled, or a pure Python build, which raises at the attribute
+    # not compiled, or a pure Python build, which raises at the attribute
+    except ImportError:
         return False
 
 

@@ -4,9 +4,8 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # benchmarks/ is not part of the package
+# benchmarks/ is not part of the package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.command import get_parser, main
 from gw_detectron.workbench.console import errors_reported
 

@@ -80,9 +80,8 @@ def build_environment(name: str) -> Path:
         "test",
         "setuptools",
     ]
-    needed += [
-        line for line in extras["export"] if not line.startswith("torch")
-    ]  # its torch is newer than the lowest
+    # its torch is newer than the lowest
+    needed += [line for line in extras["export"] if not line.startswith("torch")]
     install = [
         uv,
         "pip",

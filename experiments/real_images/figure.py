@@ -25,12 +25,12 @@ def draw(files: list[Path]) -> pyplot.Figure:
         layout="constrained",
     )
     for axes, file in zip(all_axes[0], files, strict=True):
+        # seed 0 chose the rates
         runs = [
             run for run in map(json.loads, file.read_text().splitlines()) if run["seed"]
-        ]  # seed 0 chose the rates
-        norms = list(dict.fromkeys(run["norm"] for run in runs))[
-            ::-1
-        ]  # from top to bottom
+        ]
+        # from top to bottom
+        norms = list(dict.fromkeys(run["norm"] for run in runs))[::-1]
         for place, norm in enumerate(norms):
             values = [run["AP"] for run in runs if run["norm"] == norm]
             axes.plot(values, [place] * len(values), "o", color="#3f51b5", alpha=0.6)

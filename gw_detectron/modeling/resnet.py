@@ -108,9 +108,8 @@ def set_norms(
                 positions, bottleneck=is_bottleneck, where="WHITEN_POSITIONS"
             )
 
-        block.__class__ = _BLOCKS[
-            type(block)
-        ]  # Detectron2's builder has no argument for it
+        # Detectron2's builder has no argument for it
+        block.__class__ = _BLOCKS[type(block)]
         for name in ("conv1", "conv2", "conv3", "shortcut"):
             conv = getattr(block, name, None)
             if conv is None:  # an identity shortcut

@@ -71,9 +71,8 @@ def norms_at(
             f"{where} ({positions!r}): the model has no norms named as in a ResNet of Detectron2, torchvision or timm "
             "(stem.conv1.norm and res2.0.conv2.norm, or bn1 and layer1.0.bn2). Fix: give patterns of module names."
         )
-    whitened_convs(
-        positions, bottleneck="conv3" in roles.values(), where=where
-    )  # refuses others
+    # refuses others
+    whitened_convs(positions, bottleneck="conv3" in roles.values(), where=where)
     return [name for name, role in roles.items() if role in _PLACES[positions]]
 
 

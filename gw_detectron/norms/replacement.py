@@ -149,9 +149,8 @@ def _copy_affine(old: nn.Module, new: Any) -> None:
     """Freeze parameters that the old layer has frozen or lacks; remove the latter where a layer may lack them."""
     optional = isinstance(new, _OPTIONAL_AFFINE) and not isinstance(new, BatchRenorm2d)
     for name, parameter in list(new.named_parameters()):
-        source = (
-            name if name in _AFFINE else "weight"
-        )  # a rotation is frozen with the scale
+        # a rotation is frozen with the scale
+        source = name if name in _AFFINE else "weight"
         before = old._parameters.get(source)
         if before is not None:
             parameter.requires_grad_(parameter.requires_grad and before.requires_grad)

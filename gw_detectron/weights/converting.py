@@ -50,10 +50,11 @@ from .reading import (
 )
 
 _WRAPPERS = ("model", "state_dict")
+# of torchvision's and timm's training scripts
 _AVERAGED = (
     "model_ema",
     "state_dict_ema",
-)  # of torchvision's and timm's training scripts
+)
 #: of DataParallel, torch.compile and maskrcnn-benchmark
 _PREFIX = re.compile(r"((module|_orig_mod|backbone\.body)\.)*")
 #: the classifier, the norm before it (which the authors' ResNeXts have and do not use), counters
@@ -272,9 +273,8 @@ def _unwrap(content: FileContent) -> dict[str, Tensor]:
         value = value[wrappers[0]]
 
     tensors: dict[str, Tensor] = named_tensors(value, content.size)
-    tensors.pop(
-        "n_averaged", None
-    )  # the counter of torch.optim.swa_utils.AveragedModel
+    # the counter of torch.optim.swa_utils.AveragedModel
+    tensors.pop("n_averaged", None)
     prefixes = {_PREFIX.match(name)[0] for name in tensors}  # type: ignore[index]
     prefix = prefixes.pop() if len(prefixes) == 1 else ""
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

@@ -30,13 +30,14 @@ from .reading import FileContent
 
 #: keys of a :class:`NetworkRecord` in a file
 NORMS_KEY, PREPROCESSING_KEY, PROVENANCE_KEY = "norms", "preprocessing", "provenance"
+# of stages, by depth
 _BLOCKS = {
     18: (2, 2, 2, 2),
     34: (3, 4, 6, 3),
     50: (3, 4, 6, 3),
     101: (3, 4, 23, 3),
     152: (3, 8, 36, 3),
-}  # of stages, by depth
+}
 _DEPTHS: dict[tuple[bool, tuple[int, ...]], int] = {
     (depth >= 50, blocks): depth for depth, blocks in _BLOCKS.items()
 }

@@ -52,9 +52,8 @@ def read_weights_file(path: str | os.PathLike[str]) -> FileContent:
     """
     path = os.fspath(path)
     try:
-        if os.path.exists(path) and not os.path.isfile(
-            path
-        ):  # opening a pipe would block
+        # opening a pipe would block
+        if os.path.exists(path) and not os.path.isfile(path):
             raise WeightsFileError("it is not a regular file. Fix: give a file.")
         with open(path, "rb") as file:
             return _read(file)
@@ -74,9 +73,8 @@ def read_weights_file(path: str | os.PathLike[str]) -> FileContent:
         ) from None
     except WeightsFileError as error:
         raise WeightsFileError(f"'{path}': cannot be read: {error}") from None
-    except (
-        Exception
-    ) as error:  # damaged files raise anything, OSError and MemoryError included
+    # damaged files raise anything, OSError and MemoryError included
+    except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise WeightsFileError(
             f"'{path}': cannot be read: it is damaged ({reason}). {_GET_AGAIN}"
@@ -259,9 +257,8 @@ def named_tensors(value: Any, size: int) -> OrderedDict[str, Tensor]:
             )
         tensors[name] = Tensor.detach(tensor)
 
-    versions = getattr(
-        value, "_metadata", None
-    )  # by which modules know their older versions
+    # by which modules know their older versions
+    versions = getattr(value, "_metadata", None)
     if isinstance(versions, dict):
         tensors._metadata = versions  # type: ignore[attr-defined]
     return tensors
@@ -310,10 +307,11 @@ def plain_copy(value: Any, limit: int = 10**6) -> Any:
                 break
         else:
             return json.loads(text)
+    # a container that holds itself, or 1000 others
     except (
         RecursionError,
         ValueError,
-    ):  # a container that holds itself, or 1000 others
+    ):
         pass
     raise WeightsFileError(
         f"record of the file: more than {limit} characters, or nested without end. {_GET_AGAIN}"

@@ -47,16 +47,14 @@ def errors_reported() -> Iterator[None]:
     except ProcessExitedException as error:
         if error.signal_name:
             raise  # killed from outside, often for lack of memory: the traceback names the signal
-        raise SystemExit(
-            error.exit_code
-        ) from None  # the process has reported its error
+        # the process has reported its error
+        raise SystemExit(error.exit_code) from None
 
     except Interrupted as error:
         if _rank() == 0:
             print(f"\n{error.message}", file=sys.stderr, flush=True)
-        raise SystemExit(
-            error.code
-        ) from None  # without the message, which is printed once
+        # without the message, which is printed once
+        raise SystemExit(error.code) from None
 
     except Exception as error:
         message = _describe(error)

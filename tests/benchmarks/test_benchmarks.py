@@ -110,9 +110,8 @@ def test_rows_and_ratios_of_layers(rows):
     keys = set(
         itertools.product(["2x64x5x3", "1x32x4x4"], ["fp32", "bf16"], modes, USUAL)
     )
-    without = {
-        key for key in keys if key[2:] == ("memory", "floor")
-    }  # which saves nothing
+    # which saves nothing
+    without = {key for key in keys if key[2:] == ("memory", "floor")}
     assert by_key.keys() == keys - without
     for (*cell, mode, _), row in by_key.items():
         if mode == "memory":

@@ -76,9 +76,8 @@ def test_pretrained_weights_load_and_the_offsets_start_new(cfg, tmp_path):
 
     image = torch.randn(1, 3, 64, 64)
     deformable_resnet = model.bottom_up.eval()
-    with (
-        torch.no_grad()
-    ):  # offsets start at zero: the deformable network is the plain one
+    # offsets start at zero: the deformable network is the plain one
+    with torch.no_grad():
         expected = plain(image)["res5"]
         output = deformable_resnet(image)["res5"]
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)

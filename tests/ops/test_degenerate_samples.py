@@ -171,9 +171,8 @@ def test_eps_regularizes_float32_before_directions_are_cut(solver, largest):
     (expected, expected_grad), (y, grad) = results
     assert error(y, expected) < 0.05
     assert grad.isfinite().all()
-    if (
-        solver != "pca"
-    ):  # which has no derivative at eigenvalues that are equal up to rounding
+    # which has no derivative at eigenvalues that are equal up to rounding
+    if solver != "pca":
         assert error(grad, expected_grad) < 0.1
 
 

@@ -20,9 +20,8 @@ def test_single_channels_one_group_and_one_sample(solver, corr):
     options = {"solver": solver, "corr": corr}
     # pivoted_cholesky replaces by eps instead of adding it
     eps = 0.0 if solver == "pivoted_cholesky" else 0.01
-    batch_norm = F.batch_norm(
-        x, None, None, training=True, eps=eps or 1e-30
-    )  # torch refuses 0
+    # torch refuses 0
+    batch_norm = F.batch_norm(x, None, None, training=True, eps=eps or 1e-30)
 
     assert_close(bw(x, 1, eps=eps, **options), batch_norm)
 

@@ -79,9 +79,8 @@ def test_parameters_in_half_precision_are_converted_before_they_multiply():
     made = layer(64).half()
     nn.init.constant_(made.weight, 2)
     x, sign = randn(2, 2, 64, 9, 9).half()
-    dy = (
-        sign.sign() * 4e4
-    )  # which times the weight is beyond float16, unlike its gradient
+    # which times the weight is beyond float16, unlike its gradient
+    dy = sign.sign() * 4e4
 
     y, dx, *_ = gradients(made, 8 * x, dy)
 

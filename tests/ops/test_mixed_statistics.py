@@ -175,9 +175,8 @@ def test_gradients(make, share):
 @pytest.mark.parametrize(
     "alpha, mean", [(0.3, 0.3), (0.7, 0.1), (1.0, 1.0), (0.5, 0.0)]
 )
-@pytest.mark.parametrize(
-    "offset", [0, 1e3]
-)  # the second has its means subtracted first
+# the second has its means subtracted first
+@pytest.mark.parametrize("offset", [0, 1e3])
 @pytest.mark.parametrize("shape", [(3, 8, 5, 7), (1, 8, 40), (9, 8, 2, 2)])
 def test_closed_forms_equal_the_reference(alpha, mean, offset, shape):
     layer = trained(LAYERS["MixGW"], alpha, mean)

@@ -148,9 +148,8 @@ def test_a_cuda_graph_replays_forward_and_backward():
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(
-            3
-        ):  # Triton compiles, and gradients exist before they are captured
+        # Triton compiles, and gradients exist before they are captured
+        for _ in range(3):
             made(x).backward(dy)
     torch.cuda.current_stream().wait_stream(side)
 

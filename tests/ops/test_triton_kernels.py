@@ -707,11 +707,12 @@ def test_without_triton_or_a_gpu_nothing_is_supported():
         ((12, 1), (3, 5), False),  # there Triton 3.5 aborts the process
         ((12, 1), (3, 6), True),
         ((11, 0), (3, 6), False),
+        # there Triton 3.6 compiles a race: triton-lang/triton#9871
         (
             (10, 0),
             (3, 6),
             False,
-        ),  # there Triton 3.6 compiles a race: triton-lang/triton#9871
+        ),
         ((10, 0), (3, 7), True),
         ((10, 3), (3, 8), False),  # still wrong in 3.7: triton-lang/triton#10590
     ],

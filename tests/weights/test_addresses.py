@@ -64,9 +64,8 @@ def outside(tmp_path):
 def test_an_address_cannot_leave_the_cache(host, tmp_path, scheme, path):
     address = scheme.format(host=host) + path
     for read in (open_checkpoint, PathManager.get_local_path, read_json):
-        with pytest.raises(
-            (UserError, RuntimeError)
-        ):  # RuntimeError: Detectron2's catalog lacks the name
+        # RuntimeError: Detectron2's catalog lacks the name
+        with pytest.raises((UserError, RuntimeError)):
             read(address)
     assert outside(tmp_path) == []
 

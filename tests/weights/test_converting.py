@@ -295,10 +295,11 @@ def test_norms_without_statistics_at_positions_must_be_stated(norm_layer, positi
     ("norm", "message"),
     [
         (None, "Cannot tell GN from GW"),
+        # scale and shift are the authors' whitening layer's
         (
             "GN",
             "shape.*bn1.weight",
-        ),  # scale and shift are the authors' whitening layer's
+        ),
         ("BN", "missing: bn1.running_mean"),
         ("BW", "shape.*bn1.weight|missing: bn1.running"),
         ("", "names no norm"),

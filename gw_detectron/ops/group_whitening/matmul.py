@@ -311,9 +311,8 @@ def large_means(mean: Tensor, variances: Tensor) -> Tensor | None:
     ``variances`` is (N, g). The means are zero in samples where none must. None: in no sample.
     """
     slack = torch.addcmul(variances, mean, mean, value=-1 / _LARGEST_MEAN).sum(1)
-    if (
-        mean.is_cpu and slack.min().item() >= 0
-    ):  # elsewhere the host would wait for the device
+    # elsewhere the host would wait for the device
+    if mean.is_cpu and slack.min().item() >= 0:
         return None
     return mean.masked_fill(slack[:, None] >= 0, 0)
 

@@ -271,9 +271,8 @@ class GroupWhiten(torch.autograd.Function):
         if dy is None:  # the output is not used
             return (None,) * 8
 
-        if torch.is_grad_enabled() or is_batched(
-            dy
-        ):  # create_graph=True, or vmap over dy
+        # create_graph=True, or vmap over dy
+        if torch.is_grad_enabled() or is_batched(dy):
             dx, dweight, dbias = _differentiable_gradients(ctx, dy)
         else:
             dx, dweight, dbias = _closed_gradients(ctx, dy)

@@ -54,9 +54,8 @@ def group_whiten_reference(
         return apply_affine(x, weight, bias, relu).to(x.dtype)
 
     n, channels, *spatial = x.shape
-    columns = (
-        channels // groups * math.prod(spatial)
-    )  # not -1: a trace may meet an empty batch
+    # not -1: a trace may meet an empty batch
+    columns = channels // groups * math.prod(spatial)
     with autocast_off(x.device.type):
         # reshape, not view: channels_last input is not laid out group by group
         x_g = x.to(compute_dtype(x)).reshape(n, groups, columns)

@@ -58,10 +58,11 @@ def main() -> None:
     elif name == "--version":
         print(f"gw-detectron {__version__}")
     elif name in COMMANDS:
+        # argparse and messages name the command
         sys.argv = [
             f"gw-detectron {name}",
             *words,
-        ]  # argparse and messages name the command
+        ]
         run(name)
     else:
         error = f"Error: command ({name!r}): unknown. Fix: give one of these."

@@ -39,10 +39,11 @@ _PACKAGES = (
     "Pillow",
     "safetensors",
 )
+# a GPU may multiply in tf32; values are about 1
 _TOLERANCES = {
     "cpu": 1e-4,
     "cuda": 1e-2,
-}  # a GPU may multiply in tf32; values are about 1
+}
 _BROKEN = "BROKEN"  # installed and failing
 
 Row = tuple[str, str, str]

@@ -377,9 +377,8 @@ def _run_folder(what: Comparison, job: Job) -> Path:
 def _finished_runs(folder: Path) -> dict[Job, dict[str, Any]]:
     """Return the results of earlier calls, once no run of a killed one is left."""
     for run in folder.glob("runs/*/"):
-        with contextlib.closing(
-            lock_output(str(run), wait=True)
-        ):  # it ends at its next step
+        # it ends at its next step
+        with contextlib.closing(lock_output(str(run), wait=True)):
             pass
     results = {}
     for path in folder.glob(f"runs/*/{RESULT}"):
@@ -399,9 +398,8 @@ def _run_all(
     running: dict[Job, BaseProcess] = {}
     try:
         while True:
-            _write_results(
-                what, schedule
-            )  # also those that an interruption has left out
+            # also those that an interruption has left out
+            _write_results(what, schedule)
             free = what.jobs - len(running)
             for job in schedule.waiting(running)[:free]:
                 folder = _run_folder(what, job)

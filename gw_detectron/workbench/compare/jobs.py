@@ -137,9 +137,8 @@ def _evaluation_seconds(trainer: Trainer) -> float:
     (name,) = trainer.cfg.DATASETS.TEST
     data = Trainer.build_test_loader(trainer.cfg, name)
     batches = list(itertools.islice(data, _IMAGES))
-    inference_on_dataset(
-        trainer.model, batches[:1], None
-    )  # a first time compiles kernels
+    # a first time compiles kernels
+    inference_on_dataset(trainer.model, batches[:1], None)
     start = time.perf_counter()
     inference_on_dataset(trainer.model, batches, None)
     seconds = time.perf_counter() - start

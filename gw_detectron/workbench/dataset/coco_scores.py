@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _SCORES = ("AP", "AP50", "AP75", "APs", "APm", "APl")  # as COCO's summary begins
+# small objects have no keypoints
 _KEYPOINT_SCORES = (
     "AP",
     "AP50",
     "AP75",
     "APm",
     "APl",
-)  # small objects have no keypoints
+)
 
 
 class CocoTask(NamedTuple):

@@ -33,13 +33,14 @@ _RATIOS = (
 )
 _NOTABLE = 0.02  # a smaller gain of mean overlap changes no anchors
 _RARE = 10  # a class is rare if another one is in so many times more images
+# of images in training: their median is the scale of the evaluation
 _SCALES = (
     0.75,
     0.875,
     1.0,
     1.125,
     1.25,
-)  # of images in training: their median is the scale of the evaluation
+)
 
 
 def auto_config(
@@ -188,9 +189,8 @@ def _image_size(recipe: _Recipe, data: Fingerprint) -> None:
         ]
         return min(quartiles, default=np.median(sizes))
 
-    enlarged = 2 * np.median(
-        data.images.min(axis=1)
-    )  # beyond, pixels are interpolated from too few
+    # beyond, pixels are interpolated from too few
+    enlarged = 2 * np.median(data.images.min(axis=1))
     side = min(1000 * wanted / smallest(1000), enlarged)
     side = int(np.clip(32 * round(side / 32), lowest, highest))
     sides = tuple(round(side * scale) for scale in _SCALES)
@@ -340,9 +340,8 @@ def _schedule(recipe: _Recipe, data: Fingerprint, epochs: float | None) -> None:
     period = math.ceil(iterations / times)
     reason = f"every five passes, at most five times; here {times}"
     recipe.set("TEST.EVAL_PERIOD", period, reason)
-    checkpoints = math.ceil(
-        period / max(2000, iterations / 20)
-    )  # between two evaluations
+    # between two evaluations
+    checkpoints = math.ceil(period / max(2000, iterations / 20))
     reason = "iterations that a killed run can lose"
     recipe.set("SOLVER.CHECKPOINT_PERIOD", math.ceil(period / checkpoints), reason)
 
@@ -360,9 +359,8 @@ def _kept_weights(recipe: _Recipe) -> None:
 
     name = cfg.DATASETS.TEST[0]
     dense = ""
-    with contextlib.suppress(
-        DataError, OSError
-    ):  # the checks before a run name the fault
+    # the checks before a run name the fault
+    with contextlib.suppress(DataError, OSError):
         source = open_dataset(name) if name in DatasetCatalog else None
         if source is not None:
             dense = source.fingerprint.dense_score(task, cfg.TEST.DETECTIONS_PER_IMAGE)

@@ -99,9 +99,8 @@ class DetectorProgram(nn.Module):
             is_possible.all(),
             "sizes: not positive, or outside of images. Fix: give sizes inside the tensor.",
         )
-        sizes = torch.where(
-            is_possible[:, None], sizes, 0
-        )  # nothing is found in 0 x 0 pixels
+        # nothing is found in 0 x 0 pixels
+        sizes = torch.where(is_possible[:, None], sizes, 0)
 
         heights, widths = sizes[:, :, None, None, None].unbind(1)
         rows = torch.arange(height)[:, None]

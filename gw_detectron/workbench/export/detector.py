@@ -138,9 +138,8 @@ class Case:
 
     images: list[Tensor]
     expected: list[Instances]
-    rounding: dict[str, float] = field(
-        default_factory=dict
-    )  # differences of resized pixels
+    # differences of resized pixels
+    rounding: dict[str, float] = field(default_factory=dict)
 
 
 def reference_cases(
@@ -268,9 +267,8 @@ def _to_instances(size: Sequence[int], outputs: Mapping[str, Tensor]) -> Instanc
     if "masks" in outputs:
         masks = outputs["masks"][:count]
         is_pasted = masks.dtype == torch.bool
-        result.pred_masks = (
-            masks if is_pasted else masks[:, None]
-        )  # as Detectron2 shapes them
+        # as Detectron2 shapes them
+        result.pred_masks = masks if is_pasted else masks[:, None]
     return result
 
 

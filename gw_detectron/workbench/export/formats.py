@@ -74,9 +74,8 @@ def open_onnx(path: Path) -> ExportedFile:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = (
-        torch.get_num_threads()
-    )  # else OMP_NUM_THREADS has no effect
+    # else OMP_NUM_THREADS has no effect
+    options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(
         path, options, providers=["CPUExecutionProvider"]
     )
@@ -119,9 +118,8 @@ def write_program(program: Any, path: Path) -> ExportedFile:
     if file_format == "onnx":
         return _write_onnx(program, exported, path)
 
-    file = (
-        io.BytesIO()
-    )  # to memory first: torch aborts the process when the disk is full
+    # to memory first: torch aborts the process when the disk is full
+    file = io.BytesIO()
     torch.export.save(
         exported, file, extra_files={DESCRIPTION: json.dumps(program.describe())}
     )

@@ -95,9 +95,8 @@ class _TorchvisionAugmentation(Augmentation):
         try:
             moved = self.get_transform(np.zeros((600, 600, 3), np.uint8))
         except ValueError as error:
-            if "is larger than input image" in str(
-                error
-            ):  # a crop, which may fit the images
+            # a crop, which may fit the images
+            if "is larger than input image" in str(error):
                 return
             raise
 

@@ -217,9 +217,8 @@ def _is_plain_tiff(path: str | os.PathLike[str]) -> bool:
         has_8_bits = set(tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,))) == {8}
         # black is 0, or RGB, or YCbCr: others are inverted or palettes
         is_positive = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) in (1, 2, 6)
-        is_multiplied = 1 in tags.get(
-            TiffImagePlugin.EXTRASAMPLES, ()
-        )  # by its transparency
+        # by its transparency
+        is_multiplied = 1 in tags.get(TiffImagePlugin.EXTRASAMPLES, ())
         return (
             is_upright
             and has_colors

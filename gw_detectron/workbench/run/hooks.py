@@ -206,9 +206,8 @@ class BestWeights(BestCheckpointer):
     def before_train(self) -> None:
         trainer = self.trainer
         start = trainer.start_iter
-        trainer.iter = trainer.storage.iter = (
-            start - 1
-        )  # as after the last step of the checkpoint
+        # as after the last step of the checkpoint
+        trainer.iter = trainer.storage.iter = start - 1
 
         # a finished run has written its checkpoint before its last evaluation
         finished = trainer.checkpointer.get_checkpoint_file().endswith(

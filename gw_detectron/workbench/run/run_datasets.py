@@ -142,9 +142,8 @@ def _configs_of_run(cfg: CfgNode, request: RunRequest) -> list[str]:
     if not request.eval_only:
         return []
     configs = [request.config_file]
-    weights = local_file(
-        cfg.MODEL.WEIGHTS
-    )  # of a run whose config was perhaps not given
+    # of a run whose config was perhaps not given
+    weights = local_file(cfg.MODEL.WEIGHTS)
     if weights:
         configs.append(os.path.join(os.path.dirname(weights), "config.yaml"))
     return list(dict.fromkeys(configs))

@@ -132,12 +132,10 @@ class TrainingData:
                 group.clear()
 
     def _sampler(self) -> Sampler:
-        cfg = changed_config(
-            self._cfg, {"SEED": self.seed}
-        )  # after v0.6 most samplers take it
-        with seeded_generators(
-            self.seed, SAMPLER
-        ):  # others draw theirs from NumPy's generator
+        # after v0.6 most samplers take it
+        cfg = changed_config(self._cfg, {"SEED": self.seed})
+        # others draw theirs from NumPy's generator
+        with seeded_generators(self.seed, SAMPLER):
             options = _train_loader_from_config(
                 cfg, mapper=self._mapper, dataset=self._records
             )

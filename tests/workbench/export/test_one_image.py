@@ -117,9 +117,8 @@ def test_the_program_of_one_image(kind, size):
 def test_a_narrow_image_and_one_without_detections():
     detector = detector_program(build_detector("mask"))
     program = OneImageProgram(detector, SIDES, paste_masks=True)
-    boxes, _, _, masks, count = program(
-        noise((3, 800))[0]
-    )  # padded to what the backbone takes
+    # padded to what the backbone takes
+    boxes, _, _, masks, count = program(noise((3, 800))[0])
     assert count > 0
     assert masks.shape == (count, 3, 800)
     assert (boxes >= 0).all()

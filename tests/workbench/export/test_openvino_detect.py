@@ -25,9 +25,8 @@ SOURCE = ROOT / "examples" / "openvino_detect.cpp"
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_the_program_finds_what_onnx_runtime_finds(tmp_path):
     package, program = Path(openvino.__file__).parent, tmp_path / "detect"
-    (library,) = (package / "libs").glob(
-        "libopenvino.so.*"
-    )  # the Python package brings headers and libraries
+    # the Python package brings headers and libraries
+    (library,) = (package / "libs").glob("libopenvino.so.*")
     flags = [
         "-std=c++17",
         f"-I{package / 'include'}",

@@ -42,9 +42,8 @@ def test_a_run_folder_predicts_as_detectron2(run_folder, tmp_path, channels):
         str(run_folder / "model_final.pth"),
         0.1,
     )
-    check_same(
-        predictor(image), DefaultPredictor(cfg)(image[:, :, ::-1])["instances"]
-    )  # it takes BGR
+    # it takes BGR
+    check_same(predictor(image), DefaultPredictor(cfg)(image[:, :, ::-1])["instances"])
     assert predictor.metadata.thing_classes == NAMES
     assert predictor.metadata.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
 
@@ -77,9 +76,10 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
         with pytest.raises(MissingFileError, match=missing):
             open_predictor(path)
     with pytest.raises(UserError, match="does not fit the model"):
+        # of the package
         open_predictor(
             str(weights), config_file="COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml"
-        )  # of the package
+        )
     with pytest.raises(
         UserError, match=r"other shapes .*cls_score.weight.*Fix: .*NUM_CLASSES"
     ):

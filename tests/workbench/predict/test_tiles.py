@@ -23,12 +23,13 @@ from gw_detectron.workbench.predict.pictures import shrunk
 
 from .conftest import Handmade
 
+# x0, y0, x1, y1, one color each
 OBJECTS = [
     (5, 9, 30, 41),
     (40, 30, 95, 120),
     (180, 170, 199, 199),
     (90, 5, 111, 25),
-]  # x0, y0, x1, y1, one color each
+]
 
 
 @pytest.fixture
@@ -54,9 +55,8 @@ class Colors(Handmade):
             boxes[index] = torch.tensor(corners)
 
         found = Instances(image.shape[:2], pred_masks=masks, pred_boxes=Boxes(boxes))
-        found.scores = (
-            0.5 + masks.sum((1, 2)) / 1e5
-        )  # the largest piece is the most certain
+        # the largest piece is the most certain
+        found.scores = 0.5 + masks.sum((1, 2)) / 1e5
         found.pred_classes = torch.zeros(len(masks), dtype=torch.long)
         return found
 

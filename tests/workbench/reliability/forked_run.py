@@ -28,9 +28,8 @@ from ...loggers import reset_loggers
 
 LIMIT = 120.0  # seconds after which a child that hangs is killed
 STEP, CHECKPOINT, EVALUATION, OTHER = "step", "checkpoint write", "evaluation", "other"
-Work = Callable[
-    [Callable[[str], None]], Any
-]  # the argument reports a phase to the parent
+# the argument reports a phase to the parent
+Work = Callable[[Callable[[str], None]], Any]
 
 
 class Child:
@@ -106,9 +105,8 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(
-                    self.pid, signal.SIGKILL
-                )  # before its setsid the group does not exist
+                # before its setsid the group does not exist
+                os.kill(self.pid, signal.SIGKILL)
             self.wait()
 
     def wait(self) -> int:

@@ -130,9 +130,8 @@ def test_precision_and_ap_by_hand():
     ]
     curve = detections(truth, found).precision("bbox", 0.5)
 
-    assert np.allclose(
-        curve[:, 0], [1] * 51 + [2 / 3] * 50
-    )  # recall 0 to 0.5, then to 1
+    # recall 0 to 0.5, then to 1
+    assert np.allclose(curve[:, 0], [1] * 51 + [2 / 3] * 50)
     assert np.isnan(curve[:, 1]).all()  # no dogs
 
 

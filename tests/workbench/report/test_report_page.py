@@ -86,10 +86,11 @@ def report(*words):
     "options",
     [
         {"classes": 3, "config": RETINANET},
+        # masks are on, but not in the predictions
         {
             "classes": 1,
             "MODEL__MASK_ON": True,
-        },  # masks are on, but not in the predictions
+        },
         {"classes": 80},
     ],
     ids=["retinanet", "one class", "80 classes"],
@@ -139,9 +140,8 @@ def test_missing_parts_are_named_on_the_page_and_printed(tmp_path, capsys):
     (folder / "report" / "report.json").touch()  # an earlier report is replaced
     (folder / "metrics.json").unlink()
     (folder / "photos" / "1.jpg").unlink()
-    config = (
-        folder / "config.yaml"
-    ).read_text()  # of a script that registers its own heads
+    # of a script that registers its own heads
+    config = (folder / "config.yaml").read_text()
     config = config.replace("NAME: StandardROIHeads", "NAME: MyHeads")
     (folder / "config.yaml").write_text(config)
     report(folder)

@@ -244,9 +244,8 @@ class TestTrainer:
         return Trainer(config_of(arguments(folder, **SCHEDULE | overrides)))
 
     def test_an_iteration_is_a_step_and_resuming_is_exact(self, tmp_path):
-        unclipped = {
-            "SOLVER__CLIP_GRADIENTS__ENABLED": False
-        }  # hooks are called twice with it
+        # hooks are called twice with it
+        unclipped = {"SOLVER__CLIP_GRADIENTS__ENABLED": False}
         whole = self.trainer(tmp_path, **unclipped)
         rates = []
         whole.optimizer.register_step_pre_hook(

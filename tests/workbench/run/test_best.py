@@ -43,9 +43,8 @@ def test_the_average_is_the_formula_for_weights_and_statistics_alike():
         decay = min(0.6, (1 + count) / (10 + count))
         for name, value in model.state_dict().items():
             if value.is_floating_point():
-                before = expected.get(
-                    name, value
-                )  # the average starts with the first weights
+                # the average starts with the first weights
+                before = expected.get(name, value)
                 expected[name] = decay * before + (1 - decay) * value
 
     averaged = hook.averaged.state_dict()
@@ -244,9 +243,8 @@ def test_an_extended_run_keeps_the_best_weights_of_the_finished_one(tmp_path, sc
     scripted(10.0, 40.0)
     run(tmp_path, TEST__EVAL_PERIOD=2, SOLVER__MAX_ITER=3)
 
-    left = scripted(
-        40.0, 20.0, 5.0
-    )  # of the 3rd iteration again, the 4th and the last one
+    # of the 3rd iteration again, the 4th and the last one
+    left = scripted(40.0, 20.0, 5.0)
     run(tmp_path, "--resume", TEST__EVAL_PERIOD=2)
 
     assert not left and checkpoint(tmp_path, "best")["iteration"] == 2

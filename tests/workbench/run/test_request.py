@@ -40,10 +40,11 @@ def test_the_parser_has_all_flags_of_a_request():
     ("given", "opts"),
     [
         (["--", "SEED", "1"], ("SEED", "1")),
+        # which reading the config refuses
         (
             ["SEED", "1", "--", "X"],
             ("SEED", "1", "--", "X"),
-        ),  # which reading the config refuses
+        ),
     ],
 )
 def test_only_the_first_separator_that_argparse_keeps_is_left_out(given, opts):

@@ -167,9 +167,8 @@ def test_run_lengths_set_the_mask_format(
 
     assert mask_format(*train_flags, *val_flags) == "polygon"
     assert mask_format(*flags_of("train", runs), *val_flags) == "bitmask"
-    assert (
-        mask_format(*train_flags, *flags_of("val", runs)) == "bitmask"
-    )  # for its losses
+    # for its losses
+    assert mask_format(*train_flags, *flags_of("val", runs)) == "bitmask"
 
 
 def test_replaced_areas_are_told_once_for_each_file(cfg_of, content, flags_of):

@@ -42,13 +42,6 @@ class Script:
         self.register()
         return kind(self.cfg, **options)
 
-    def annotations(self):
-        return [
-            annotation
-            for record in self.records
-            for annotation in record["annotations"]
-        ]
-
 
 @pytest.fixture
 def script(tmp_path):
@@ -63,12 +56,6 @@ def script(tmp_path):
     return Script(tmp_path, cfg)
 
 
-def corners(script):
-    for annotation in script.annotations():
-        x, y, width, height = annotation["bbox"]
-        annotation["bbox"] = [x, y, x + width, y + height]
-
-
 MISTAKES = {
     "no comma": (
         lambda script: setattr(script.cfg.DATASETS, "TEST", ("mine_val")),
@@ -77,19 +64,6 @@ MISTAKES = {
     "no evaluator_type": (
         lambda script: script.unset.add("evaluator_type"),
         "evaluator_type",
-    ),
-    "no image_id": (
-        lambda script: [record.pop("image_id") for record in script.records],
-        "image_id",
-    ),
-    "no class names": (
-        lambda script: script.unset.add("thing_classes"),
-        "thing_classes",
-    ),
-    "boxes as corners": (corners, "bbox"),
-    "no masks": (
-        lambda script: [one.pop("segmentation") for one in script.annotations()],
-        "MODEL.MASK_ON",
     ),
 }
 

@@ -195,7 +195,6 @@ def test_two_processes_stop_after_the_same_step(small_dataset, tmp_path):
     assert len(stops) == 1, said
     checkpoint = output / (output / "last_checkpoint").read_text()
     assert read_weights_file(checkpoint).value["iteration"] == int(stops[0])
-    ours = said.partition("torch/distributed/run.py")[
-        0
-    ]  # torchrun shows its own traceback
+    # torchrun shows its own traceback
+    ours = said.partition("torch/distributed/run.py")[0]
     assert "gw_detectron/workbench" not in ours.partition("Stopped by")[2], said

@@ -107,9 +107,8 @@ def test_a_restored_position_yields_the_same_examples_for_any_number_of_workers(
     second = build_training_data(
         cfg, lambda record: mapped.append(record) or draw(record)
     )
-    iterator = iter(
-        second
-    )  # before the position is known, as Detectron2's trainer does
+    # before the position is known, as Detectron2's trainer does
+    iterator = iter(second)
     second.load_state_dict({**first.state_dict(), "batches": 7})
     assert take(iterator, 13) == whole[7:]
     assert len(mapped) == (0 if workers else 2 * 13), "skipped examples are not mapped"

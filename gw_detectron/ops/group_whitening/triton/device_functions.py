@@ -24,9 +24,8 @@ def tile_columns(
     if not J_FIRST:  # exact; tells the compiler that VECTOR neighbors exist together
         positions = positions // VECTOR * VECTOR
 
-    if (
-        JB >= CPG
-    ):  # tells the compiler that j is 0, hence that neighboring channels are aligned
+    # tells the compiler that j is 0, hence that neighboring channels are aligned
+    if JB >= CPG:
         j = tile * 0
         p = tile * PB
     else:
@@ -179,9 +178,8 @@ def input_scale(sigma_ptr, n, rows, columns, GROUPS: constexpr):
         mask=rows < GROUPS,
         other=0.0,
     )
-    trace = tl.maximum(
-        tl.sum(diagonal, 0), 1e-19
-    )  # W is zero below (zero_variance_threshold)
+    # W is zero below (zero_variance_threshold)
+    trace = tl.maximum(tl.sum(diagonal, 0), 1e-19)
     return half_scale(tl.sqrt(trace) * tl.sqrt(columns))
 
 

@@ -260,9 +260,8 @@ def _apply_backward(
         dx = tl.zeros([ROWS, JB * PB], tl.float32)
         # two products do not share an accumulator in a loop: see triton-lang/triton#10821
         of_statistics = tl.zeros([ROWS, JB * PB], tl.float32)
-        for depth in tl.range(
-            0, ROWS, DEPTH
-        ):  # a single iteration if the matrices are kept
+        # a single iteration if the matrices are kept
+        for depth in tl.range(0, ROWS, DEPTH):
             k = depth + tl.arange(0, DEPTH)
             if DEPTH != ROWS:
                 mean = load_rows(mean_ptr, n, k, GROUPS)

@@ -96,9 +96,8 @@ class _Plan:
         places = {id(tensor): (number, 0) for number, tensor in enumerate(tensors)}
         scratch_places = {}
         self.scratch_bytes = 0
-        for (
-            tensor
-        ) in recording.scratch:  # one allocation for all, each aligned as torch's own
+        # one allocation for all, each aligned as torch's own
+        for tensor in recording.scratch:
             scratch_places[tensor.data_ptr()] = len(tensors), self.scratch_bytes
             self.scratch_bytes += -(-tensor.nbytes // 256) * 256
 
@@ -149,9 +148,8 @@ def run_planned(
     if key is None or not _compiled_for(x.device) or _current.recording is not None:
         return steps()
     given = [id(tensor) for tensor in tensors if tensor is not None]
-    if len(set(given)) < len(
-        given
-    ):  # a plan could not tell which of them a kernel reads
+    # a plan could not tell which of them a kernel reads
+    if len(set(given)) < len(given):
         return steps()
 
     aligned = (

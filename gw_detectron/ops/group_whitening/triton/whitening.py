@@ -233,9 +233,8 @@ def _apply(
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
         j, p, exists = tile_columns(tile, positions, CPG, JB, PB, VECTOR, X_J)
         y = tl.zeros([ROWS, JB * PB], tl.float32)
-        for depth in tl.range(
-            0, ROWS, DEPTH
-        ):  # a single iteration if W is in registers
+        # a single iteration if W is in registers
+        for depth in tl.range(0, ROWS, DEPTH):
             k = depth + tl.arange(0, DEPTH)
             if DEPTH != ROWS:
                 mean = load_rows(mean_ptr, n, k, GROUPS)
