@@ -10,15 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from PIL import ExifTags, Image, ImageOps
 
 from gw_detectron.config import read_config
-from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.layers import GroupWhitening2d, MixedWhitening2d
 from gw_detectron.modeling import GWFPN
 from gw_detectron.norms import resolve_norm
 from gw_detectron.ops.solvers.solver import SOLVERS
-from gw_detectron.weights import open_start_weights
+from gw_detectron.weights import Preprocessing, open_start_weights
+from gw_detectron.weights.identifying import PREPROCESSING
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.export import export_detector
 from gw_detectron.workbench.images import read_image
@@ -150,15 +152,23 @@ def test_python_that_needs_an_exported_detector_runs(tmp_path, monkeypatch, one_
             run_block(block)
 
 
+def config_of(example, folder):
+    """Read a yaml of a page, as if it were saved in the clone."""
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "my.yaml").write_text(example)
+    return read_config(str(folder / "my.yaml"), ["MODEL.DEVICE", "meta"])
+
+
+def backbone_of(cfg):
+    with torch.device("meta"):
+        return build_model(cfg).backbone
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/norms.md"])
 def test_yaml_builds_the_model_that_it_describes(page, tmp_path):
-    (example,) = blocks(page, "yaml")
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "my.yaml").write_text(example)
-    cfg = read_config(str(tmp_path / "my.yaml"), ["MODEL.DEVICE", "meta"])
-
-    with torch.device("meta"):
-        backbone = build_model(cfg).backbone
+    example = blocks(page, "yaml")[-1]
+    cfg = config_of(example, tmp_path)
+    backbone = backbone_of(cfg)
 
     assert isinstance(backbone, GWFPN)
     assert isinstance(backbone.bottom_up.stem.conv1.norm, GroupWhitening2d)
@@ -166,3 +176,14 @@ def test_yaml_builds_the_model_that_it_describes(page, tmp_path):
     cfg.MODEL.DEVICE = "cpu"
     for error in check_run(cfg, open_start_weights(cfg.MODEL.WEIGHTS)).errors:
         assert error.startswith("Dataset 'coco_2017_")  # COCO is not here
+
+
+def test_yaml_of_weights_that_were_trained_with_bn(tmp_path):
+    example, _ = blocks("docs/norms.md", "yaml")
+    cfg = config_of(example, tmp_path)
+    resnet = backbone_of(cfg).bottom_up
+
+    assert isinstance(resnet.res2[0].conv2.norm, MixedWhitening2d)
+    assert isinstance(resnet.res2[0].conv1.norm, FrozenBatchNorm2d)
+    assert Preprocessing.from_config(cfg) == PREPROCESSING["torchvision"]
+    assert all(parameter.requires_grad for parameter in resnet.parameters())

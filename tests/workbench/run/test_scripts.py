@@ -42,6 +42,13 @@ class Script:
         self.register()
         return kind(self.cfg, **options)
 
+    def annotations(self):
+        return [
+            annotation
+            for record in self.records
+            for annotation in record["annotations"]
+        ]
+
 
 @pytest.fixture
 def script(tmp_path):
