@@ -18,6 +18,7 @@ LINKED = (
     "configs/**/*.*",
     "experiments/small_batch/*.*",
     "experiments/real_images/**/*.*",
+    "experiments/bn_weights/*.*",
     "CITATION.cff",
 )
 
