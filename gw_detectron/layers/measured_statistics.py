@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .mixed_norms import MixedNorm
+
 
 @contextmanager
 def measure_statistics(model: nn.Module) -> Iterator[None]:
@@ -29,15 +31,20 @@ def measure_statistics(model: nn.Module) -> Iterator[None]:
         convert_norms(model.backbone, {"*.conv2.norm": "MixGW"})
 
     Args:
-        model: a network in evaluation mode. Layers with a running mean and variance are measured, if they
-            are called: BN, FrozenBN, MixGW and MixBN.
+        model: a network in evaluation mode. BN and FrozenBN with scale and shift are measured, if they are
+            called in this context, which should be without gradients.
 
-    A layer that trains by the statistics of its batch is a ValueError.
+    A layer that trains by the statistics of its batch is a ValueError, and so is one that mixes in an
+    image's, whose function would change.
     """
     layers = {name: layer for name, layer in model.named_modules() if _is_bn(layer)}
     for name, layer in layers.items():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.training:
             raise ValueError(f"{name}: in training mode. Fix: call model.eval() first.")
+        if isinstance(layer, MixedNorm) and any(layer.mixture):
+            raise ValueError(
+                f"{name}: mixes statistics of images. Fix: measure the BN network, then convert it."
+            )
 
     sums: dict[nn.Module, _Sums] = {}
     hooks = [

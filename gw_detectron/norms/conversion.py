@@ -13,7 +13,7 @@ from ..errors import ConfigError, NormError
 from ..layers import GroupWhitening2d, WeightStandardized, standardize_weights
 from ..layers.mixed_norms import MixedNorm
 from .listing import channels_of, evaluation_spec, norm_rows, norm_summary
-from .names import Norm
+from .names import Norm, build_norm
 from .positions import POSITIONS, norms_at
 from .replacement import describe, has_channels_last, loses_statistics, replacement
 
@@ -306,6 +306,7 @@ def mix_statistics(model: nn.Module, mixture: float | str, *, where: str) -> int
             f"{label}: neither a number nor MixGW or MixBN. Fix: give e.g. 0.3."
         )
 
+    build_norm(spec, 1, where=where)  # names the place of a wrong value
     names = [
         row.layer for row in norm_rows(model) if evaluation_spec(row.spec) == "BN:"
     ]

@@ -50,6 +50,8 @@ def replacement(name: str, old: nn.Module, spec: Norm) -> nn.Module:
     _copy_tensors(old, new)
     _copy_affine(old, new)
     _copy_settings(old, new, spec)
+    if isinstance(new, MixedNorm):
+        _check_variance(new, where)
     variance = _tensor(old, "running_var")
     if isinstance(new, BatchWhitening2d) and variance is not None:
         new.start_from_variance(variance, getattr(old, "eps", 0.0))
@@ -165,10 +167,11 @@ def _copy_settings(old: nn.Module, new: nn.Module, spec: Norm) -> None:
     """Copy eps and momentum from BN to a layer with running statistics whose name does not state them."""
     if not hasattr(old, "running_mean") or not hasattr(new, "running_mean"):
         return
-    if not isinstance(spec, (str, type)):  # a function may state eps
+    is_mixed = isinstance(new, MixedNorm)
+    if not (is_mixed or isinstance(spec, (str, type))):  # a function may state eps
         return
-    # eps of the mixed norms is BN's, also where their full name has it
-    stated = str(spec) if isinstance(new, MixedNorm) else describe(new)
+    # eps of the mixed norms belongs to BN's variance, also where their full name has it
+    stated = str(spec) if is_mixed else describe(new)
     for setting in vars(old).keys() & vars(new).keys() & {"eps", "momentum"}:
         if f"{setting}=" not in stated:
             setattr(new, setting, getattr(old, setting))
@@ -178,12 +181,6 @@ def _check_statistics(old: nn.Module, new: nn.Module, spec: Norm, where: str) ->
     """Refuse a norm with running statistics where the old layer lacks those that it should start from."""
     if _tensor(new, "running_mean") is None:
         return
-    variance = _tensor(old, "running_var")
-    if isinstance(new, MixedNorm) and variance is not None:
-        try:
-            check_variance(variance, getattr(old, "eps", 0.0), where)
-        except ValueError as error:
-            raise NormError(f"{error} Fix: give other weights.") from None
     if _tensor(old, "running_mean") is not None:
         return
 
@@ -197,6 +194,13 @@ def _check_statistics(old: nn.Module, new: nn.Module, spec: Norm, where: str) ->
             f"{where}: has no running statistics of its own, which {spec} needs. Fix: use GW or GN, or keep it by None "
             "in the plan."
         )
+
+
+def _check_variance(new: MixedNorm, where: str) -> None:
+    try:
+        check_variance(new.running_var, new.eps, where)
+    except ValueError as error:
+        raise NormError(f"{error} Fix: give other weights.") from None
 
 
 def loses_statistics(old: nn.Module, new: nn.Module) -> bool:

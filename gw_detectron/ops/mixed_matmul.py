@@ -26,7 +26,7 @@ from .mixed_statistics import (
     mixed_inverse_sqrt,
 )
 from .numerics import autocast_off, memory_format_of
-from .torch_private import is_dispatched, needs_plain_operations
+from .torch_private import is_batched, is_dispatched, needs_plain_operations
 
 
 def mix_whiten(
@@ -72,8 +72,10 @@ class MixWhiten(torch.autograd.Function):
         x, weight, bias, running_mean, running_var, *statistics = ctx.saved_tensors
         norm = FixedNorm(weight, bias, running_mean, running_var, ctx.eps)
         with autocast_off(x.device.type):
-            if torch.is_grad_enabled():  # create_graph=True
-                results = _differentiable_gradients(dy, x, norm, *ctx.options)
+            # create_graph=True, or vmap over dy
+            if torch.is_grad_enabled() or is_batched(dy):
+                needed = ctx.needs_input_grad[:3]
+                results = _differentiable_gradients(dy, x, norm, needed, *ctx.options)
             else:
                 results = _gradients(dy, x, norm, *statistics, *ctx.options)
 
@@ -152,13 +154,15 @@ def _gradients(
 
 
 def _differentiable_gradients(
-    dy: Tensor, x: Tensor, norm: FixedNorm, *options: Any
-) -> tuple[Tensor, ...]:
-    """Return the gradients of x, weight and bias by autograd through the reference."""
+    dy: Tensor, x: Tensor, norm: FixedNorm, needed: tuple[bool, ...], *options: Any
+) -> tuple[Any, ...]:
+    """Return the gradients of x, weight and bias by autograd through the reference; None where not needed."""
+    create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # aliases, at which autograd stops: x may be a function of weight
-        tensors = x.view_as(x), norm.weight.view_as(norm.weight)
-        x, weight = tensors
-        bias = norm.bias.detach().requires_grad_()
+        tensors = [tensor.view_as(tensor) for tensor in (x, norm.weight, norm.bias)]
+        x, weight, bias = tensors
         y = mix_whiten_reference(x, norm._replace(weight=weight, bias=bias), *options)
-        return torch.autograd.grad(y, (x, weight, bias), dy, create_graph=True)
+        wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
+        results = iter(torch.autograd.grad(y, wanted, dy, create_graph=create_graph))
+    return tuple(next(results) if need else None for need in needed)

@@ -58,15 +58,12 @@ class FixedNorm(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute BN in evaluation, in the dtype of x."""
-        return F.batch_norm(
-            x,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            training=False,
-            eps=self.eps,
+        dtype = compute_dtype(x)
+        weight, bias, mean, variance = (tensor.to(dtype) for tensor in self[:-1])
+        y = F.batch_norm(
+            x.to(dtype), mean, variance, weight, bias, training=False, eps=self.eps
         )
+        return y.to(x.dtype)
 
     def scale(self, like: Tensor) -> Tensor:
         """Return 1 / sqrt(v + eps) of each channel, to multiply a tensor with."""
@@ -94,7 +91,8 @@ def mix_whiten_reference(
 
     with autocast_off(x.device.type):
         u = norm.normalize(x)
-        columns = u.reshape(len(x), groups, -1)
+        # not len(x): a trace would fix the batch size
+        columns = u.reshape(x.shape[0], groups, -1)
         mean = columns.mean(-1)
         covariance = None
         if mixture.a > 0:
@@ -176,13 +174,13 @@ def bounded_inverse_sqrt(e: Tensor, bound: float, num_iters: int) -> Tensor:
         R = \tfrac{\alpha}{2} (3 I - \alpha^2 Z Y), \quad Y \leftarrow Y R, \quad Z \leftarrow R Z, \quad
         s \leftarrow \tfrac{\alpha}{2} s (3 - \alpha^2 s^2), \quad W = \frac{2}{(1 + s) \sqrt t} Z .
 
-    The steps keep all roots between s and 2 - s; the last factor is the middle of them. Five steps have
-    at most 1 % error for :math:`\ell \ge 1/2`, however large E is. :math:`E = 0` gives
-    :math:`I / \sqrt \ell` up to rounding.
+    The steps keep all roots between s and 1; the last factor centers them. The relative error is at
+    most (1 - s) / (1 + s): 0.06 % after six steps for :math:`t / \ell` = 2000, 2 % for 10,000; 3 % and 16 %
+    after five. :math:`E = 0` gives :math:`I / \sqrt \ell` up to rounding.
 
     Args:
         e: symmetric positive semi-definite matrices E, (..., g, g).
-        bound: :math:`\ell`, from 0 to 1. Below t / 1000, the iteration is made for t / 1000.
+        bound: :math:`\ell`, from 0 to 1. Below t / 10,000, the iteration is made for t / 10,000.
         num_iters: number of steps.
 
     Source: Higham, Functions of Matrices (2008), section 6.3; scaling as in Chen and Chow, "A stable

@@ -14,12 +14,15 @@ _MEAN = ".running_mean"
 _DETECTOR_PREFIX = re.compile(r"^.*?\b(?=stem\.|res[2-5]\.\d)")
 
 
-def norm_differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
+def norm_differences(
+    checkpoint: Checkpoint, model: nn.Module, *, resumed: bool = False
+) -> list[str]:
     """List the layers whose norm or Weight Standardization differs from a model's.
 
     Norms that compute the same in evaluation are equal: BN may be synchronized or frozen. Layers
     that only one side has are not listed; their tensors show them. The eps of converted weights
-    may be changed. Without a record, names of tensors tell BN and GN from others.
+    may be changed. Without a record, names of tensors tell BN and GN from others. A model with MixGW or
+    MixBN may start from BN, unless it is to be ``resumed``.
     """
     if checkpoint.record.norms is None:
         return _differences_by_names(checkpoint.tensors, model)
@@ -29,7 +32,8 @@ def norm_differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
     differences = []
     for name, before in recorded_norms(checkpoint, model).items():
         here = used.get(name, "")
-        if before == here or can_start_from(here, before):
+        is_start = not resumed and can_start_from(here, before)
+        if before == here or is_start:
             continue
         if before in CONVS and here in CONVS:
             if not is_converted:  # the values of raw and standardized weights agree

@@ -71,6 +71,14 @@ def test_training_mode_is_refused():
         pass
 
 
+def test_norms_that_mix_already_are_refused():
+    model = network()
+    convert_norms(model, {"*": "MixGW:alpha=0.5,groups=4"})
+
+    with pytest.raises(ValueError, match="mixes statistics"), measure_statistics(model):
+        pass
+
+
 def test_an_error_of_the_network_changes_nothing():
     model = network()
     before = {name: value.clone() for name, value in model.state_dict().items()}

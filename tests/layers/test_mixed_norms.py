@@ -164,15 +164,47 @@ def test_train_and_eval_are_one_function_and_statistics_stay(name):
         assert torch.equal(value, before[key])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_export_needs_no_package(name):
+@pytest.mark.parametrize("name", [*NAMES, "MixGW:alpha=0,mean=0.3", "MixGW:alpha=0"])
+def test_export_and_trace_take_other_sizes_and_need_no_package(name):
     layer = resolve_norm(name)(8).eval()
     x = torch.randn(2, 8, 6, 6)
+    other = torch.randn(3, 8, 5, 7)
+    sides = dict.fromkeys((0, 2, 3), torch.export.Dim.DYNAMIC)
 
-    program = torch.export.export(layer, (x,))
+    program = torch.export.export(layer, (x,), dynamic_shapes=(sides,))
+    traced = torch.jit.trace(layer, x)
 
     assert "gw_detectron" not in str(program.graph)
-    torch.testing.assert_close(program.module()(x), layer(x))
+    torch.testing.assert_close(program.module()(other), layer(other))
+    torch.testing.assert_close(traced(other), layer(other))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "MixGW:alpha=0"])
+@pytest.mark.parametrize("parameters", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("inputs", [torch.bfloat16, torch.float32, torch.float64])
+def test_any_dtypes_of_input_and_parameters_work_together(name, parameters, inputs):
+    layer = resolve_norm(name)(8).to(parameters)
+
+    y = layer(torch.randn(2, 8, 6, 6, dtype=inputs))
+
+    assert y.dtype == inputs
+    assert y.isfinite().all()
+
+
+def test_an_eps_of_zero_and_a_constant_channel_are_refused():
+    bn = nn.BatchNorm2d(8)
+    bn.running_var[0] = 0
+
+    with pytest.raises(NormError, match="eps is 0"):
+        convert_norms(nn.Sequential(bn), {"*": "MixGW:eps=0"})
+
+
+def test_eps_of_bn_is_kept_whatever_names_the_norm():
+    for norm in ("MixGW", MixedWhitening2d, resolve_norm("MixGW")):
+        model = nn.Sequential(nn.BatchNorm2d(8, eps=1e-3))
+        nn.init.normal_(model[0].running_mean)
+        convert_norms(model, {"*": norm})
+        assert model[0].eps == 1e-3
 
 
 def test_a_number_mixes_the_mean_into_every_bn_layer():

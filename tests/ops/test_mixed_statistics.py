@@ -194,6 +194,32 @@ def test_closed_forms_equal_the_reference(alpha, mean, offset, shape):
     torch.testing.assert_close(*results, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("frozen", ["weight", "bias", "x"])
+def test_second_derivatives_need_no_other_gradients(frozen):
+    layer = trained(LAYERS["MixGW"], 0.5, 0.5)
+    x = images(2, 8, 3, 4).requires_grad_(frozen != "x")
+    if frozen != "x":
+        getattr(layer, frozen).requires_grad_(False)
+    wanted = layer.weight if frozen == "x" else x
+    results = []
+    for backend in ("matmul", "reference"):
+        with use_backend(backend):
+            loss = layer(x).pow(3).sum()
+            (gradient,) = torch.autograd.grad(loss, wanted, create_graph=True)
+            results.append(torch.autograd.grad(gradient.pow(2).sum(), wanted))
+
+    torch.testing.assert_close(*results)
+
+
+def test_batched_gradients():
+    layer = trained(LAYERS["MixGW"], 0.5, 0.5)
+    x = images(1, 8, 2, 2).requires_grad_()
+
+    rows = torch.autograd.functional.jacobian(layer, x, vectorize=True)
+
+    torch.testing.assert_close(rows, torch.autograd.functional.jacobian(layer, x))
+
+
 def test_gradient_equals_that_of_the_exact_matrix():
     layer = trained(LAYERS["MixGW"], 0.5, 0.5)
     layer.num_iters = 12

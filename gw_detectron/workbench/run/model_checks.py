@@ -195,7 +195,7 @@ def _check_resumed(
     differences = [
         name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)
     ]
-    differences += norm_differences(checkpoint, model)
+    differences += norm_differences(checkpoint, model, resumed=True)
     if differences:
         config = os.path.join(os.path.dirname(checkpoint.path), "config.yaml")
         report.errors.append(

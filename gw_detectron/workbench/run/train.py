@@ -4,6 +4,7 @@
 and its hooks train and evaluate. A script that uses :class:`Trainer` does the same without flags.
 """
 
+import copy
 import logging
 import os
 import shlex
@@ -20,6 +21,7 @@ from ...config import find_config_file, given_keys, read_config
 from ...errors import ConfigError
 from ...norms.listing import norm_summary
 from ...weights import detector_file, load_model
+from ...weights.loading import mix_in_backbone
 from ..dataset.recipe import apply_recipe
 from ..dataset.registration import open_dataset
 from .processes import in_all_processes
@@ -184,9 +186,14 @@ def evaluate(prepared: PreparedRun) -> dict:
         if cfg.MODEL.COMPILE:
             model.get_submodule("backbone").compile()
 
+        mixed = None
+        if request.mix:  # a wrong value is refused before hours of evaluation
+            mixed = copy.deepcopy(model)
+            mix_in_backbone(mixed, request.mix)
+
         results = Trainer.test(cfg, model)
-        if request.mix:
-            results.update(Trainer.test_mixed(cfg, model, request.mix))
+        if mixed is not None:
+            results.update(Trainer.test_as("mixed", cfg, mixed))
         if cfg.TEST.AUG.ENABLED:
             results.update(Trainer.test_with_TTA(cfg, model))
 

@@ -1,6 +1,5 @@
 """Detectron2's DefaultTrainer with exact resume and safe checkpoints."""
 
-import copy
 import importlib.util
 import logging
 import os
@@ -56,7 +55,6 @@ from ...weights import (
     load_checkpoint,
     open_start_weights,
 )
-from ...weights.loading import mix_in_backbone
 from ..dataset.dataset_checks import wrong_evaluator
 from ..dataset.metadata import classes_of
 from ..images import ImageNamingMapper
@@ -492,21 +490,11 @@ class Trainer(DefaultTrainer):
     def test_with_TTA(cls, cfg: CfgNode, model: torch.nn.Module) -> OrderedDict:
         """Evaluate with test-time augmentation (``TEST.AUG``); result names end in ``_TTA``."""
         log.info("Running inference with test-time augmentation ...")
-        return cls._test_as("TTA", cfg, GeneralizedRCNNWithTTA(cfg, model))
+        return cls.test_as("TTA", cfg, GeneralizedRCNNWithTTA(cfg, model))
 
     @classmethod
-    def test_mixed(cls, cfg: CfgNode, model: torch.nn.Module, mix: str) -> OrderedDict:
-        """Evaluate with image statistics in the backbone's BN layers; result names end in ``_mixed``.
-
-        The model is not changed; ``mix`` is as for :func:`gw_detectron.norms.mix_statistics`.
-        """
-        model = copy.deepcopy(model)
-        mix_in_backbone(model, mix)
-        return cls._test_as("mixed", cfg, model)
-
-    @classmethod
-    def _test_as(cls, name: str, cfg: CfgNode, model: torch.nn.Module) -> OrderedDict:
-        """Evaluate into a folder of its own; results have the name as ending."""
+    def test_as(cls, name: str, cfg: CfgNode, model: torch.nn.Module) -> OrderedDict:
+        """Evaluate into the folder ``inference_NAME``; names of results end in ``_NAME``."""
         folder = os.path.join(cfg.OUTPUT_DIR, f"inference_{name}")
         evaluators = [
             cls.build_evaluator(cfg, dataset, folder) for dataset in cfg.DATASETS.TEST

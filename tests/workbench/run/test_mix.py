@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from gw_detectron.errors import ConfigError, NormError
+from gw_detectron.errors import ConfigError, NormError, PreflightError
 from gw_detectron.layers import MixedBatchNorm2d, MixedWhitening2d
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.predict import open_predictor
+from gw_detectron.workbench.run import Trainer
 
 from ...loggers import reset_loggers
 from ...tiny_run import arguments
@@ -47,6 +48,20 @@ def test_a_detector_without_bn_is_refused(tmp_path):
 
     with pytest.raises(NormError, match=r"--mix \('0.3'\): the backbone has no BN"):
         main(arguments(tmp_path, "--eval-only", "--resume", "--mix", "0.3", **gn))
+
+
+def test_a_wrong_value_is_refused_before_the_evaluation(run, monkeypatch):
+    monkeypatch.setattr(Trainer, "test", lambda *args: pytest.fail("evaluates"))
+    for value in ("abc", "2", "GW", "MixGW:beta=1"):
+        with pytest.raises(NormError, match="--mix"):
+            main(arguments(run, "--eval-only", "--resume", "--mix", value, **BN))
+
+
+def test_a_bn_run_does_not_resume_as_a_mixed_one(run):
+    mixed = {**BN, "MODEL__RESNETS__NORM": "MixGW", "SOLVER__MAX_ITER": 5}
+
+    with pytest.raises(PreflightError, match="another detector"):
+        main(arguments(run, "--resume", **mixed))
 
 
 @pytest.mark.parametrize(
