@@ -24,6 +24,7 @@ from detectron2.data import Metadata
 from detectron2.structures import Boxes, Instances
 from matplotlib.figure import Figure
 
+from gw_detectron.config import changed_config, default_config
 from gw_detectron.errors import ConfigError
 from gw_detectron.layers import ImageStatistics
 from gw_detectron.workbench.console import progress_bar
@@ -81,7 +82,8 @@ def analyze_tiling(
         raise ConfigError(
             f"tile ({tile}): all images are smaller. Fix: give fewer pixels."
         )
-    predictor = _Native(model, None, Metadata(), 0.05)
+    unresized = changed_config(default_config(), {"INPUT.MIN_SIZE_TEST": 0})
+    predictor = _Native(model, unresized, Metadata(), 0.05)
     ways: dict[str, Callable[[np.ndarray], Instances]] = {
         "whole": predictor,
         "tile": TiledPredictor(predictor, tile, overlap, "tile"),
@@ -119,9 +121,8 @@ class _Native(Predictor):
 
 class _Windows(TiledPredictor):
     def measured_windows(self, image: np.ndarray, scale: float) -> list[Window]:
-        return super().measured_windows(
-            image, np.inf
-        )  # a scale that leaves no window larger than a tile
+        # a scale that leaves no window larger than a tile
+        return super().measured_windows(image, np.inf)
 
 
 class _Shrunk(TiledPredictor):
