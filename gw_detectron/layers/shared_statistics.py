@@ -130,7 +130,9 @@ def _is_per_sample_norm(module: nn.Module) -> bool:
 
 
 def _has_covariance(layer: nn.Module) -> bool:
-    return isinstance(layer, (GroupWhitening2d, MixedWhitening2d))
+    if isinstance(layer, MixedWhitening2d):
+        return layer.alpha > 0
+    return isinstance(layer, GroupWhitening2d)
 
 
 def _whitening(layer: Any, moments: "_Moments") -> Tensor:

@@ -30,6 +30,7 @@ LAYERS = {
     "GW_zca": lambda: GroupWhitening2d(16, 4, solver="zca"),
     "GW_corr": lambda: GroupWhitening2d(16, 4, solver="zca", corr=True, affine=False),
     "MixGW": lambda: MixedWhitening2d(16, 0.5, 0.8, num_groups=4),
+    "MixGW_mean": lambda: MixedWhitening2d(16, 0.0, 0.8, num_groups=4),
     "MixBN": lambda: MixedBatchNorm2d(16, 0.5, 0.8),
     "GN": lambda: nn.GroupNorm(4, 16),
     "IN": lambda: nn.InstanceNorm2d(16, affine=True),

@@ -76,5 +76,5 @@ def add_mix_flag(parser: argparse.ArgumentParser, effect: str) -> None:
         default="",
         metavar="M",
         help=f"{effect} a share of each image's statistics in the BN layers of the backbone, for photos that look "
-        "different from the training photos: a number from 0 to 1, e.g. 0.3, or a norm name such as MixBN:alpha=0.3",
+        "different from the training photos: the share of the mean, e.g. 0.3, or a norm name such as MixBN:alpha=0.3",
     )
