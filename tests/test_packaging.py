@@ -73,7 +73,8 @@ def test_the_wheel_holds_all_code_and_all_configs(wheel):
 
     code = {path.relative_to(ROOT) for path in (ROOT / "gw_detectron").rglob("*.py")}
     configs = {Path("gw_detectron", "configs", name) for name in shipped_configs()}
-    expected = code | configs | {Path("gw_detectron/py.typed")}
+    datasets = Path("gw_detectron", "configs", "quick_schedules", "datasets.yaml")
+    expected = code | configs | {datasets, Path("gw_detectron/py.typed")}
     assert files == {path.as_posix() for path in expected}
     assert version == gw_detectron.__version__
     assert f"{folder}/licenses/LICENSE" in names
