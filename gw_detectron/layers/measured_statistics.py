@@ -26,7 +26,7 @@ def measure_statistics(model: nn.Module) -> Iterator[None]:
     .. code-block:: python
 
         with torch.no_grad(), measure_statistics(model.backbone):
-            for batch in batches:  # some dozens of the training images
+            for batch in batches:  # of the training images
                 model(batch)
         convert_norms(model.backbone, {"*.conv2.norm": "MixGW"})
 

@@ -161,8 +161,8 @@ class MixedWhitening2d(MixedNorm):
         eps: BN's.
         device, dtype: of parameters and buffers, as in torch's own layers.
 
-    ``alpha`` and ``mean`` are no parameters: their gradient at 0 is up to 1e6 on images that differ much
-    from BN's data.
+    ``alpha`` and ``mean`` are options and not learned: their gradients at 0 grow with the distance of an
+    image from BN's data.
 
     Shape:
         Input (N, C, *spatial). Output: the same shape, dtype and memory format.
