@@ -5,6 +5,7 @@ A fresh interpreter needs seconds to import torch and Detectron2; a fork of a pr
 
 import argparse
 import contextlib
+import multiprocessing.process
 import os
 import select
 import signal
@@ -144,6 +145,8 @@ def _run(work: Work, writing: int, reading: int, log: Path) -> None:
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         reset_loggers()  # those of earlier runs of the parent
+        # loading workers of the parent are not children of this process
+        multiprocessing.process._children = set()
         torch.set_num_threads(1)  # a pool of threads does not survive a fork
         # as in a fresh interpreter, not as pytest has set them
         signal.signal(signal.SIGINT, signal.default_int_handler)
