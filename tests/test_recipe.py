@@ -109,6 +109,20 @@ def test_long_objects_get_long_anchors(tmp_path):
     assert min(cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS[0]) <= 0.25
 
 
+def test_a_trained_detector_keeps_its_anchors_and_trains_half_as_long(tmp_path):
+    long = content(bbox=[0, 0, 160, 10])
+    config = "own_mask_rcnn_R_50_FPN_zoo"
+    zoo = read_config(f"Own-Data/{config}.yaml")
+    cfg, reasons = recipe(tmp_path, long, config=config)
+    other, _ = recipe(tmp_path, long, "MODEL.WEIGHTS", "R-50.pkl", config=config)
+
+    assert cfg.MODEL.ANCHOR_GENERATOR == zoo.MODEL.ANCHOR_GENERATOR
+    assert other.MODEL.ANCHOR_GENERATOR != zoo.MODEL.ANCHOR_GENERATOR
+    assert cfg.SOLVER.BASE_LR == other.SOLVER.BASE_LR / 2
+    assert abs(2 * cfg.SOLVER.MAX_ITER - other.SOLVER.MAX_ITER) <= 1
+    assert "trained detector" in reasons["SOLVER.BASE_LR"]
+
+
 def test_masks_decide_their_format_and_whether_there_is_a_mask_head(tmp_path):
     cfg, _ = recipe(tmp_path, content(segmentation={"size": [256, 256], "counts": "0"}))
     assert cfg.MODEL.MASK_ON

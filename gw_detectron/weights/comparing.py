@@ -3,7 +3,8 @@
 import re
 from collections.abc import Collection, Mapping
 
-from torch import Tensor, nn
+from detectron2.checkpoint.c2_model_loading import convert_c2_detectron_names
+from torch import Size, Tensor, nn
 
 from ..norms import CONVS, can_start_from, norm_rows
 from .identifying import is_same_norm, norm_record
@@ -68,6 +69,21 @@ def recorded_norms(checkpoint: Checkpoint, model: nn.Module) -> dict[str, str]:
         if theirs in stored:
             by_name[name] = recorded.get(theirs, "")
     return by_name
+
+
+def stored_shapes(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Size]:
+    """Return the shapes that a checkpoint has for tensors, under the names of a model where these are known."""
+    tensors = checkpoint.tensors
+    if checkpoint.metadata.get("__author__") == "Caffe2":
+        tensors, _ = convert_c2_detectron_names(tensors)
+    shapes = {
+        name.removeprefix("module."): value.shape for name, value in tensors.items()
+    }
+    if not checkpoint.metadata.get("matching_heuristics"):
+        return shapes
+
+    endings = {name: _ending_in(shapes, name) for name in model.state_dict()}
+    return {name: shapes[ending] for name, ending in endings.items() if ending}
 
 
 def _ending_in(names: Collection[str], name: str) -> str:

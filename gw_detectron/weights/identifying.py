@@ -90,6 +90,8 @@ TORCHVISION = Preprocessing(
     "RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375), False
 )
 _BGR_MEAN = (103.53, 116.28, 123.675)
+#: pattern of the addresses of detectors in Detectron2's model zoo
+ZOO_DETECTOR = r"(^detectron2:/|/detectron2)/(COCO|LVIS|Cityscapes|PascalVOC)[^/]*/"
 #: preprocessing of ImageNet weights by their origin
 PREPROCESSING = {
     "torchvision": TORCHVISION,

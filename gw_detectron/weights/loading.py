@@ -10,14 +10,14 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.utils.file_io import PathManager
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from ..errors import ConfigError, WeightsError, WeightsFileError, summarize_names
 from ..layers.mixed_norms import MixedNorm
 from ..modeling import build_checked_model
 from ..modeling.build import NORM_KEYS
 from ..norms import conv_names, mix_statistics, norm_rows
-from .comparing import norm_differences, recorded_norms
+from .comparing import norm_differences, recorded_norms, stored_shapes
 from .identifying import NORMS_KEY
 from .opening import Checkpoint, open_checkpoint, open_start_weights
 from .reading import SAVE_AGAIN, weight_problems
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 _BACKBONE_NAME = re.compile(r"(backbone\.(bottom_up\.)?)?(stem\.conv1|res[2-5]\.\d+)\.")
 _TORCHVISION_NAME = re.compile(r"(module\.)?layer1\.0\.conv1\.weight")
 _COUNTER = ".num_batches_tracked"
+#: of old checkpoints; the config decides them now
+_ANCHORS = ".cell_anchors."
 #: of a deformable convolution, which a classifier does not have; zero at first
 _OFFSETS = ".conv2_offset."
 _NO_STATISTICS = "MixGW and MixBN need BN's running statistics, which these weights have multiplied into the scale."
@@ -44,6 +46,7 @@ class LoadReport:
         model: the detector, or a bare backbone.
         given: the tensor names of the checkpoint with the model's shapes, under the model's names
             where these are known; None if no checkpoint was loaded.
+        stored: the shapes of all tensors of the checkpoint, under the same names.
         is_fused: BN's statistics are multiplied into its scale, as in Caffe2's files.
 
     Attributes:
@@ -52,12 +55,15 @@ class LoadReport:
         unexpected: backbone tensors of the checkpoint that the model does not have.
         new: other tensors that were not loaded, e.g. of FPN and heads, and the offsets of
             deformable convolutions.
+        unfit: tensors of FPN and heads that only one side has, or with other shapes, though both
+            have this part. Output layers may have another number of outputs, as for other classes.
     """
 
     def __init__(
         self,
         model: nn.Module,
         given: Collection[str] | None = None,
+        stored: Mapping[str, Size] | None = None,
         *,
         is_fused: bool = False,
     ) -> None:
@@ -85,6 +91,34 @@ class LoadReport:
             for name in self._given.difference(names)
             if _BACKBONE_NAME.match(name) and not name.endswith(unused)
         )
+        self._resized: dict[str, str] = {}
+        self.unfit: list[str] = []
+        self._compare_parts(model, stored or {})
+
+    def _compare_parts(self, model: nn.Module, stored: Mapping[str, Size]) -> None:
+        """Compare the parts outside of the ResNet that the checkpoint and the model both have."""
+        shapes = {name: value.shape for name, value in model.state_dict().items()}
+        theirs = [
+            name
+            for name in stored
+            if name not in self._backbone
+            and not _BACKBONE_NAME.match(name)
+            and not name.endswith(_COUNTER)
+            and _ANCHORS not in name
+        ]
+        parts = {_part(name) for name in self._others} & {
+            _part(name) for name in theirs
+        }
+
+        for name in dict.fromkeys((*self.new, *theirs)):
+            if _part(name) not in parts or name in self._given.intersection(shapes):
+                continue
+            here, there = shapes.get(name), stored.get(name)
+            if here and there and here[1:] == there[1:]:
+                layer, _, _ = name.rpartition(".")
+                self._resized[layer] = f"{layer} {there[0]} -> {here[0]}"
+            else:
+                self.unfit.append(f"{name} {_shape_text(there)} -> {_shape_text(here)}")
 
     def __str__(self) -> str:
         if not self._is_loaded:
@@ -103,15 +137,30 @@ class LoadReport:
             return f"{text}; FPN and heads are randomly initialized, as expected"
         if count:
             text += f"; FPN and heads: {count - len(self.new)}/{count}"
-        if self.new:
-            text += f", new: {summarize_names(self.new)}"
+        if self._resized:
+            text += f"; new outputs: {summarize_names(self._resized.values(), 8)}"
+        absent = [
+            name for name in self.new if name.rpartition(".")[0] not in self._resized
+        ]
+        if absent:
+            text += f"; new: {summarize_names(absent)}"
         return text
 
     def check(self) -> None:
-        """Raise :class:`WeightsError` unless the whole backbone was loaded."""
-        if not self._is_loaded or not (self.missing or self.unexpected):
+        """Raise :class:`WeightsError` unless the whole backbone, and the parts of a detector, were loaded."""
+        if not self._is_loaded:
             return
+        if self.missing or self.unexpected:
+            self._raise_for_backbone()
+        if self.unfit:
+            raise WeightsError(
+                "MODEL.WEIGHTS: another detector than the model: tensors (file -> model) "
+                f"{summarize_names(self.unfit, 3)}. Fix: set MODEL as in the config of that detector, which "
+                "its run folder or Detectron2's model zoo has (--config-file), or give weights of a "
+                "backbone. train and eval accept random values with --allow-partial."
+            )
 
+    def _raise_for_backbone(self) -> None:
         lines = [f"MODEL.WEIGHTS: does not fit the model: {self}"]
         if self.missing:
             lines.append(f"Missing: {summarize_names(self.missing)}.")
@@ -128,6 +177,16 @@ class LoadReport:
                 "accept random values with --allow-partial."
             )
         raise WeightsError("\n  ".join(lines))
+
+
+def _part(name: str) -> str:
+    """Return the part of a detector that a tensor belongs to: the backbone with its FPN, or one head."""
+    parts = name.split(".")
+    return parts[0] if parts[0] == "backbone" else ".".join(parts[:2])
+
+
+def _shape_text(shape: Size | None) -> str:
+    return "none" if shape is None else str(list(shape))
 
 
 def _resnet_prefixes(model: nn.Module) -> tuple[str, ...]:
@@ -253,6 +312,7 @@ def load_checkpoint(
 
     log.info("Loading weights from %s", checkpoint.path)
     is_caffe2 = checkpoint.metadata.get("__author__") == "Caffe2"
+    stored = stored_shapes(checkpoint, model)
     given: set[str] = set()
     floating = [
         name for name, value in model.state_dict().items() if value.is_floating_point()
@@ -262,7 +322,7 @@ def load_checkpoint(
         given.update(state_dict)
         _check_values(state_dict, floating, checkpoint.address)
         if not allow_partial:
-            LoadReport(module, given, is_fused=is_caffe2).check()
+            LoadReport(module, given, stored, is_fused=is_caffe2).check()
 
     # FrozenBatchNorm2d adds missing statistics while it loads, so the names are taken before
     with model.register_load_state_dict_pre_hook(check):
@@ -273,7 +333,7 @@ def load_checkpoint(
         checkpointer._log_incompatible_keys(incompatible)
     _warn_of_unknown_norms(checkpoint, model, given)
     _warn_of_missing_statistics(checkpoint, model)
-    return LoadReport(model, given, is_fused=is_caffe2)
+    return LoadReport(model, given, stored, is_fused=is_caffe2)
 
 
 def norm_mismatch(address: str, differences: Sequence[str]) -> WeightsError:

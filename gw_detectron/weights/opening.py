@@ -1,6 +1,7 @@
 """Open a checkpoint once, safely: from a file, an address, or the folder of a run."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from ..errors import (
     WeightsFileError,
 )
 from .fetching import local_path
-from .identifying import NetworkRecord, read_network_record
+from .identifying import ZOO_DETECTOR, NetworkRecord, read_network_record
 from .reading import FileContent, named_tensors, read_weights_file
 
 _TAG = "last_checkpoint"  # of Detectron2: the file that names the newest checkpoint
@@ -101,14 +102,26 @@ def detector_file(model: str | os.PathLike[str]) -> str:
     return best_checkpoint(model) if os.path.isdir(model) else model
 
 
+def is_detector(address: str) -> bool:
+    """Return whether an address is that of a whole detector: of Detectron2's model zoo, or of a run."""
+    if not address:
+        return False
+    folder = address if os.path.isdir(address) else os.path.dirname(address)
+    is_run = os.path.isfile(os.path.join(folder, "config.yaml"))
+    return is_run or bool(re.search(ZOO_DETECTOR, address))
+
+
 def open_start_weights(weights: str | None, run_folder: str = "") -> LazyCheckpoint:
     """Open the checkpoint that a run starts from: now if it is a file, later if it is remote.
 
     Args:
-        weights: ``MODEL.WEIGHTS``; empty for random initial values.
+        weights: ``MODEL.WEIGHTS``: a file, an address or a run folder, whose best checkpoint is opened; empty for
+            random initial values.
         run_folder: open the last checkpoint of this folder instead, if there is one.
     """
-    start = LazyCheckpoint(weights or "")
+    weights = weights or ""
+    is_run = os.path.isdir(weights)
+    start = LazyCheckpoint(best_checkpoint(weights) if is_run else weights)
     tag = os.path.join(run_folder, _TAG)
     if run_folder and PathManager.exists(tag):
         start = LazyCheckpoint(resumed=True, key=tag)

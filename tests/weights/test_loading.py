@@ -86,9 +86,10 @@ def test_a_whole_detector_and_one_of_other_classes(model, tmp_path):
     expected = f"backbone: 82/82 tensors; FPN and heads: {others}/{others}"
     assert _load(model, {"model": dict(state)}, tmp_path) == expected
 
-    name = "roi_heads.box_predictor.cls_score.weight"
-    report = _load(model, {"model": {**state, name: torch.ones(3, 16)}}, tmp_path)
-    assert report.endswith(f"{others - 1}/{others}, new: {name}")
+    layer = "roi_heads.box_predictor.cls_score"
+    content = {"model": {**state, f"{layer}.weight": torch.ones(3, 16)}}
+    report = _load(model, content, tmp_path)
+    assert report.endswith(f"{others - 1}/{others}; new outputs: {layer} 3 -> 7")
 
 
 def test_a_detector_without_fpn(r18, detector_cfg, tmp_path):

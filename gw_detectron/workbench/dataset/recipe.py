@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 from ...config import anchor_strides, get_value, training_sides
 from ...errors import ConfigError, DataError
 from ...modeling.build import object_count_keys
+from ...weights.opening import is_detector
 from ..images import evenly_spread, is_deep
 from .coco_content import complete_coco, read_json
 from .datasets_yaml import CocoDataset
@@ -129,6 +130,8 @@ class _Recipe:
         self.flag = flag
         self.given = given
         self.on_cpu = cfg.MODEL.DEVICE == "cpu"
+        #: class outputs apart, everything is trained already
+        self.is_fine_tuned = is_detector(cfg.MODEL.WEIGHTS)
         self.batch = cfg.SOLVER.IMS_PER_BATCH * max(1, cfg.SOLVER.ACCUMULATE)
         self.reasons: dict[str, str] = {}
 
@@ -213,7 +216,12 @@ def _augmentations(recipe: _Recipe) -> None:
 
 
 def _anchors(recipe: _Recipe, data: Fingerprint) -> None:
-    """Scale the config's anchors, and choose their ratios, by the mean overlap with objects."""
+    """Scale the config's anchors, and choose their ratios, by the mean overlap with objects.
+
+    A trained detector keeps its own: its outputs were trained for them.
+    """
+    if recipe.is_fine_tuned:
+        return
     cfg = recipe.cfg
     size_key, ratio_key = (
         "MODEL.ANCHOR_GENERATOR.SIZES",
@@ -308,9 +316,11 @@ def _solver(recipe: _Recipe) -> None:
     norm = cfg.MODEL.RESNETS.NORM
     if cfg.MODEL.WEIGHTS or cfg.MODEL.RESNETS.DEPTH > 34:
         rate = 0.01 if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else 0.02
-        recipe.set(
-            "SOLVER.BASE_LR", rate * images / 16, f"{rate} for 16 images, here {images}"
-        )
+        reason = f"{rate} for 16 images, here {images}"
+        if recipe.is_fine_tuned:
+            rate /= 2
+            reason += ", halved for a trained detector"
+        recipe.set("SOLVER.BASE_LR", rate * images / 16, reason)
         return
 
     # with two images: twice the best rate on synthetic images, half of the best on real ones (experiments/)
@@ -324,7 +334,10 @@ def _schedule(recipe: _Recipe, data: Fingerprint, epochs: float | None) -> None:
     images = len(data.images)
     if recipe.cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS:
         images = int(np.count_nonzero(data.per_image))
-    passes = epochs or float(np.clip(12 * math.sqrt(1000 / images), 12, 100))
+    passes = float(np.clip(12 * math.sqrt(1000 / images), 12, 100))
+    if recipe.is_fine_tuned:
+        passes /= 2
+    passes = epochs or passes
     iterations = max(1, math.ceil(passes * images / recipe.batch))
     recipe.set(
         "SOLVER.MAX_ITER", iterations, f"{passes:.3g} passes over {images:,} images"

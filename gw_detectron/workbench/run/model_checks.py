@@ -16,13 +16,10 @@ from ...layers.mixed_norms import MixedNorm
 from ...modeling.build import NORM_KEYS, build_checked_model, unread_keys
 from ...norms import is_synchronized, norm_spec
 from ...weights import Checkpoint, LazyCheckpoint, norm_differences, norm_mismatch
-from ...weights.identifying import PREPROCESSING, Preprocessing
+from ...weights.identifying import PREPROCESSING, ZOO_DETECTOR, Preprocessing
 from ...weights.recording import PREPROCESSING_DIFFERS, check_against_record
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d, MixedNorm)
-_ZOO = (
-    r"(^detectron2:/|/detectron2)/(COCO|LVIS|Cityscapes|PascalVOC)[^/]*/"  # detectors
-)
 # part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package
 _PREPROCESSING = {
     r"^gw://imagenet/": PREPROCESSING["torchvision"],
@@ -30,8 +27,8 @@ _PREPROCESSING = {
     r"/ImageNetPretrained/MSRA/": PREPROCESSING["detectron2-msra"],
     r"/ImageNetPretrained/FAIR/R-": PREPROCESSING["detectron2-fair"],
     r"^detectron2://.*/FAIR/X-": PREPROCESSING["detectron2-fair-resnext"],
-    _ZOO + r"[^/]*_R_(50|101)_": PREPROCESSING["detectron2-msra"],
-    _ZOO + r"[^/]*_X_101_": PREPROCESSING["detectron2-fair-resnext"],
+    ZOO_DETECTOR + r"[^/]*_R_(50|101)_": PREPROCESSING["detectron2-msra"],
+    ZOO_DETECTOR + r"[^/]*_X_101_": PREPROCESSING["detectron2-fair-resnext"],
 }
 
 

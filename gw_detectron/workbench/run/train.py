@@ -117,8 +117,8 @@ def _resolved(request: RunRequest) -> RunRequest:
             config_file = config_file or os.path.join(folder, "config.yaml")
             opts = ("OUTPUT_DIR", folder, *opts)
     if request.auto and not config_file:
-        depth = 50 if request.num_gpus else 18
-        config_file = f"Own-Data/own_mask_rcnn_R_{depth}_FPN_GW.yaml"
+        detector = "R_50_FPN_zoo" if request.num_gpus else "R_18_FPN_GW"
+        config_file = f"Own-Data/own_mask_rcnn_{detector}.yaml"
     request = replace(request, config_file=find_config_file(config_file), opts=opts)
 
     if request.auto and (request.resume or request.eval_only):
