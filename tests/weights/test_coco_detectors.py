@@ -95,9 +95,9 @@ def test_the_configs_are_those_of_the_zoo(name):
     """Every key of the architecture and the input that Detectron2's config decides."""
     ours = own_config(OWN[name])
     theirs = zoo_config(name)
-    assert ours.MODEL.WEIGHTS == model_zoo.get_checkpoint_url(f"{name}.yaml").replace(
-        "https://dl.fbaipublicfiles.com/detectron2/", "detectron2://"
-    )
+    address = model_zoo.get_checkpoint_url(f"{name}.yaml")
+    path = address.removeprefix("https://dl.fbaipublicfiles.com/detectron2/")
+    assert ours.MODEL.WEIGHTS.removeprefix("detectron2://") == path
 
     nodes = ["RESNETS", "FPN"]
     if name == RETINANET:
