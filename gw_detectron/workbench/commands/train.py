@@ -27,7 +27,7 @@ _HELP = {
     "num_gpus": "number of GPUs per machine; 0 runs on the CPU (default: %(default)s)",
     "opts": "config keys to change, as KEY VALUE; they come last",
 }
-_TRAINING_ONLY = ("eval_only", "overwrite", "auto", "epochs")
+_TRAINING_ONLY = ("eval_only", "overwrite", "auto", "epochs", "minutes")
 _SWITCHES = {
     "ignore-preflight": "start even if the pre-run checks fail; print their messages as warnings",
     "auto": "set image size, anchors, limits, learning rate, length and other keys from the training json, and print "
@@ -78,6 +78,12 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
         type=float,
         metavar="N",
         help="train for N passes over the images, not for the yaml's MAX_ITER",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="train and evaluate for about N minutes: some steps are timed, then the length is chosen",
     )
     add_mix_flag(parser, "evaluate a second time, with")
     add_dataset_flags(parser)

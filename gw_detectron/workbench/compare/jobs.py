@@ -1,30 +1,19 @@
 """What the processes of a comparison do: one training, or the timing of all norms."""
 
-import itertools
 import math
-import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from detectron2.evaluation import inference_on_dataset
-from detectron2.utils.events import EventStorage
-
 from ...errors import NonFiniteError, first_line
 from ...weights.recording import software_versions
 from ..dataset.coco_scores import COCO_TASKS, ap_name
 from ..run import RunRequest, Trainer, main, prepare
 from ..run.folder import METRICS, read_metrics
+from ..run.timing import evaluation_seconds, step_seconds
 from .plan import Costs, Job
-
-_WARM_UP = 2
-_ROUNDS = 15
-_LEAST_ROUNDS = 3
-_LONGEST = 30.0  # seconds of timing with more rounds than the least
-_IMAGES = 8  # of a timed evaluation
 
 
 def train(folder: Path, job: Job, request: RunRequest) -> dict[str, Any]:
@@ -102,44 +91,9 @@ def measure(folder: Path, requests: Mapping[str, RunRequest]) -> dict[str, Any]:
     trainers = {}
     for norm, request in requests.items():
         cfg = prepare(request).cfg
-        trainers[norm] = Trainer(cfg, ignore_preflight=request.ignore_preflight)
+        trainer = Trainer(cfg, ignore_preflight=request.ignore_preflight)
+        trainers[norm] = trainer
         start = start or time.perf_counter() - begin
 
-    times: dict[str, list[float]] = {norm: [] for norm in trainers}
-    begin = time.perf_counter()
-    for iteration in range(_WARM_UP + _ROUNDS):
-        if (
-            iteration >= _WARM_UP + _LEAST_ROUNDS
-            and time.perf_counter() - begin > _LONGEST
-        ):
-            break
-        for norm, trainer in trainers.items():
-            times[norm].append(_step_seconds(trainer, iteration))
-
-    medians = {
-        norm: statistics.median(values[_WARM_UP:]) for norm, values in times.items()
-    }
-    return Costs(medians, _evaluation_seconds(trainer), start)._asdict()
-
-
-def _step_seconds(trainer: Trainer, iteration: int) -> float:
-    trainer.iter = iteration
-    start = time.perf_counter()
-    with EventStorage(iteration):
-        trainer.run_step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def _evaluation_seconds(trainer: Trainer) -> float:
-    """Estimate the seconds of an evaluation from its first images."""
-    (name,) = trainer.cfg.DATASETS.TEST
-    data = Trainer.build_test_loader(trainer.cfg, name)
-    batches = list(itertools.islice(data, _IMAGES))
-    # a first time compiles kernels
-    inference_on_dataset(trainer.model, batches[:1], None)
-    start = time.perf_counter()
-    inference_on_dataset(trainer.model, batches, None)
-    seconds = time.perf_counter() - start
-    return seconds * len(data) / len(batches)
+    times = step_seconds(trainers)
+    return Costs(times, evaluation_seconds(trainer), start)._asdict()

@@ -85,13 +85,13 @@ def apply_recipe(
     *,
     epochs: float | None,
     given: Collection[str],
-    schedule_only: bool = False,
+    flag: str = "--auto",
 ) -> dict[str, str]:
     """Run :func:`auto_config` for several files, without logging.
 
-    ``schedule_only`` sets the schedule and the score by which weights are kept.
+    Another ``flag`` than ``--auto``, which asks for a length, sets the schedule and the score by which weights are
+    kept.
     """
-    flag = "--epochs" if schedule_only else "--auto"
     if not object_count_keys(cfg):
         raise ConfigError(
             f"{flag}: MODEL.META_ARCHITECTURE ('{cfg.MODEL.META_ARCHITECTURE}') detects no objects."
@@ -108,7 +108,7 @@ def apply_recipe(
         )
 
     recipe = _Recipe(cfg, given, flag)
-    if not schedule_only:
+    if flag == "--auto":
         _deep_images(recipe, sources, data)
         _classes_and_masks(recipe, data)
         _image_size(recipe, data)

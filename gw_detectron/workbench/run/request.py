@@ -87,6 +87,7 @@ class RunRequest:
         overwrite: replace an earlier run in ``OUTPUT_DIR``.
         auto: set keys by the training data, see :func:`gw_detectron.auto_config`.
         epochs: passes over the images, in place of ``SOLVER.MAX_ITER``.
+        minutes: time for training and evaluations, in place of ``epochs``.
         mix: image statistics in the backbone's BN layers of a second evaluation, see
             :func:`gw_detectron.norms.mix_statistics`.
         num_gpus: 0 runs on the CPU.
@@ -103,6 +104,7 @@ class RunRequest:
     overwrite: bool = False
     auto: bool = False
     epochs: float | None = None
+    minutes: float | None = None
     mix: str = ""
     num_gpus: int = 1
     deterministic: bool = False
@@ -118,7 +120,9 @@ class RunRequest:
         opts = tuple(flags.get("opts") or ())
         own["opts"] = opts[1:] if opts[:1] == ("--",) else opts  # argparse keeps it
         own["num_gpus"] = flags.get("num_gpus", 1)
-        own["epochs"] = flags.get("epochs")
+        # 0 is refused, not left out
+        for name in ("epochs", "minutes"):
+            own[name] = flags.get(name)
         names = [f.name for f in fields(DatasetFlags)]
         data = DatasetFlags(**{name: flags.get(name) for name in names})
         return cls(**{**own, "data": data})

@@ -5,7 +5,9 @@ and its hooks train and evaluate. A script that uses :class:`Trainer` does the s
 """
 
 import copy
+import itertools
 import logging
+import math
 import os
 import shlex
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ from detectron2.data import DatasetCatalog
 from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 
-from ...config import find_config_file, given_keys, read_config
+from ...config import changed_config, find_config_file, given_keys, read_config
 from ...errors import ConfigError
 from ...norms.listing import norm_summary
 from ...weights import detector_file, load_model
@@ -28,6 +30,7 @@ from .processes import in_all_processes
 from .request import RunRequest
 from .run_datasets import use_datasets
 from .start import check_same_start, open_run
+from .timing import affordable, evaluation_seconds, step_seconds
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -59,10 +62,35 @@ def _train(prepared: "PreparedRun") -> dict | None:
         allow_partial=request.allow_partial,
         ignore_preflight=request.ignore_preflight,
     )
-    for line in prepared.reasons.values():
+    reasons = prepared.reasons
+    if request.minutes is not None:
+        reasons = {**reasons, **_fit_into_minutes(trainer, prepared)}
+    for line in reasons.values():
         log.info(line)
     trainer.resume_or_load()
     return trainer.train()
+
+
+def _fit_into_minutes(trainer: Trainer, prepared: "PreparedRun") -> dict[str, str]:
+    """Time some steps of a trainer, and build it anew for the iterations that the time allows."""
+    request = prepared.request
+    log.info("--minutes: timing some steps and an evaluation ...")
+    step = step_seconds({"": trainer})[""]
+    evaluation = evaluation_seconds(trainer) * (2 if prepared.cfg.TEST.LOSS else 1)
+    budget = affordable(request.minutes or 0.0, step, evaluation)
+
+    length = {"SOLVER.MAX_ITER": budget.iterations}
+    if not request.changes("TEST.EVAL_PERIOD"):
+        period = math.ceil(budget.iterations / budget.evaluations)
+        length["TEST.EVAL_PERIOD"] = period
+    cfg = changed_config(prepared.cfg, length)
+    cfg.defrost()
+    opts = itertools.chain(request.opts, *length.items())
+    reasons = _use_recipe(cfg, replace(request, auto=False, opts=tuple(opts)))
+    for key, value in length.items():
+        reasons[key] = f"--minutes: {key} {value}: {budget.reason}"
+    trainer.rebuild(cfg)
+    return reasons
 
 
 @dataclass(frozen=True)
@@ -86,7 +114,9 @@ def prepare(request: RunRequest) -> PreparedRun:
         )
 
     use_datasets(cfg, request)
-    reasons = _use_recipe(cfg, request)
+    reasons = {}
+    if not request.eval_only and (request.auto or request.epochs is not None):
+        reasons = _use_recipe(cfg, request)
     cfg.freeze()
     return PreparedRun(request, cfg, reasons)
 
@@ -101,6 +131,13 @@ def _resolved(request: RunRequest) -> RunRequest:
         )
         raise ConfigError(
             f"--overwrite: given together with {other} the earlier run. Fix: give one of the two."
+        )
+    length = {"--epochs": request.epochs is not None}
+    length["SOLVER.MAX_ITER"] = request.changes("SOLVER.MAX_ITER")
+    if request.minutes is not None and any(length.values()):
+        other = next(name for name, is_given in length.items() if is_given)
+        raise ConfigError(
+            f"--minutes: given together with {other}. Fix: give one of the two."
         )
     if request.mix and not request.eval_only:
         raise ConfigError(
@@ -121,12 +158,13 @@ def _resolved(request: RunRequest) -> RunRequest:
         config_file = f"Own-Data/own_mask_rcnn_{detector}.yaml"
     request = replace(request, config_file=find_config_file(config_file), opts=opts)
 
-    if request.auto and (request.resume or request.eval_only):
-        # with the recipe of the run, also if its data have grown
+    is_derived = request.auto or request.minutes is not None
+    if is_derived and (request.resume or request.eval_only):
+        # with the recipe and the length of the run, also if its data have grown
         folder = read_config(request.config_file, opts).OUTPUT_DIR
         record = os.path.join(folder, "config.yaml")
         if os.path.isfile(record):
-            return replace(request, config_file=record, auto=False)
+            return replace(request, config_file=record, auto=False, minutes=None)
         if request.eval_only:
             raise ConfigError(
                 f"--auto: no run in OUTPUT_DIR ('{folder}') to evaluate. Fix: give the run's folder."
@@ -135,31 +173,29 @@ def _resolved(request: RunRequest) -> RunRequest:
 
 
 def _use_recipe(cfg: CfgNode, request: RunRequest) -> dict[str, str]:
-    """Set keys by the training data (``--auto``), or only the schedule (``--epochs``).
+    """Set keys by the training data (``--auto``), or only the schedule (``--epochs``, ``--minutes``).
 
-    Keys of the command line and of the user's own yaml keep their values, but ``--epochs`` wins over a yaml.
+    Keys of the command line and of the user's own yaml keep their values, but the length wins over a yaml.
     """
-    if request.eval_only or not (request.auto or request.epochs is not None):
-        return {}
+    flag = "--minutes" if request.minutes is not None else "--epochs"
+    if request.auto:
+        flag = "--auto"
     names = [name for name in cfg.DATASETS.TRAIN if name in DatasetCatalog]
     opened = map(open_dataset, names)
     sources = [source for source in opened if source is not None]
     if not sources or len(sources) < len(cfg.DATASETS.TRAIN):
         listed = ", ".join(cfg.DATASETS.TRAIN) or "no dataset"
-        flag = "--auto" if request.auto else "--epochs"
         raise ConfigError(
             f"{flag}: no COCO file to train on ({listed}). Fix: give --train-json."
         )
 
     given = given_keys(request.config_file, request.opts)
-    if request.epochs is not None:
+    if request.epochs is not None or request.minutes is not None:
         schedule = {"SOLVER.MAX_ITER"}
         if cfg.SOLVER.STEPS:
             schedule.add("SOLVER.STEPS")
         given -= schedule.difference(request.opts)
-    return apply_recipe(
-        cfg, sources, epochs=request.epochs, given=given, schedule_only=not request.auto
-    )
+    return apply_recipe(cfg, sources, epochs=request.epochs, given=given, flag=flag)
 
 
 def evaluate(prepared: PreparedRun) -> dict:

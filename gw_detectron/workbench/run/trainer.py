@@ -112,6 +112,7 @@ class Trainer(DefaultTrainer):
     ) -> None:
         # DefaultTrainer's gives DistributedDataParallel a GPU number also for a model on the CPU.
         TrainerBase.__init__(self)
+        self._hooks: list[Any] = []
         if "COMPILE" not in cfg.MODEL:
             raise ConfigError(
                 "cfg: has no keys of this package. Fix: call gw_detectron.add_gw_config(cfg) "
@@ -142,6 +143,29 @@ class Trainer(DefaultTrainer):
         with self._run.lock as lock:
             self._build(cfg)
             self._lock = lock.pop_all()
+
+    def end_loading(self) -> None:
+        """Let the data-loading workers end."""
+        held = vars(self._trainer)
+        # in v0.6, and later
+        for name in ("_data_loader_iter", "_data_loader_iter_obj"):
+            if name in held:
+                held[name] = None
+
+    def rebuild(self, cfg: CfgNode) -> None:
+        """Build model, optimizer, data and hooks anew, for other values of ``SOLVER`` and ``TEST``.
+
+        The run was checked already; nothing may be loaded or trained yet.
+        """
+        for hook in self._hooks:
+            if isinstance(hook, hooks.PeriodicWriter):
+                for writer in hook._writers:
+                    writer.close()
+        self._hooks.clear()
+        if comm.is_main_process():  # events of these writers
+            self._run.stale += stale_output(cfg.OUTPUT_DIR, metrics=True)
+        self._run.cfg = cfg
+        self._build(cfg)
 
     def _overrides(self, name: str) -> bool:
         """Return whether a subclass has a method of its own."""
@@ -465,7 +489,7 @@ class Trainer(DefaultTrainer):
         if self._signals.received:
             # Detectron2 would evaluate after the last step, also when the run was stopped there
             evaluation = (hooks.EvalHook, hooks.BestCheckpointer)
-            self._hooks: list = [
+            self._hooks = [
                 hook for hook in self._hooks if not isinstance(hook, evaluation)
             ]
         elif self.start_iter >= self.max_iter:

@@ -1,0 +1,120 @@
+"""Time steps and evaluations before a run, and the iterations that a number of minutes allows."""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from detectron2.evaluation import inference_context
+from detectron2.utils import comm
+from detectron2.utils.events import EventStorage
+
+from ...errors import ConfigError
+from .trainer import Trainer
+
+_WARM_UP = 2
+_ROUNDS = 15
+_LEAST_ROUNDS = 3
+_LONGEST = 30.0  # seconds of timing with more rounds than the least
+_IMAGES = 8  # of a timed evaluation
+_LEAST_ITERATIONS = 20
+_MOST_EVALUATIONS = 5
+_SHARE = 0.95  # of the time is planned; checkpoints and slower steps need the rest
+
+
+def step_seconds(trainers: Mapping[str, Trainer]) -> dict[str, float]:
+    """Time the steps of trainers in turn; return the median of each.
+
+    The steps change their weights, and the trainers take no further batch.
+    """
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    begin = time.perf_counter()
+    for iteration in range(_WARM_UP + _ROUNDS):
+        is_enough = iteration >= _WARM_UP + _LEAST_ROUNDS
+        if is_enough and _slowest(time.perf_counter() - begin) > _LONGEST:
+            break
+        for name, trainer in trainers.items():
+            times[name].append(_one_step(trainer, iteration))
+
+    for trainer in trainers.values():
+        trainer.end_loading()
+    return {
+        name: _slowest(statistics.median(seconds[_WARM_UP:]))
+        for name, seconds in times.items()
+    }
+
+
+def _one_step(trainer: Trainer, iteration: int) -> float:
+    trainer.iter = iteration
+    start = time.perf_counter()
+    with EventStorage(iteration):
+        trainer.run_step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _slowest(seconds: float) -> float:
+    """Return the largest number of all processes, which then decide alike."""
+    return max(comm.all_gather(seconds))
+
+
+def evaluation_seconds(trainer: Trainer) -> float:
+    """Estimate the seconds of an evaluation on all validation data from its first images."""
+    seconds = 0.0
+    for name in trainer.cfg.DATASETS.TEST:
+        data = Trainer.build_test_loader(trainer.cfg, name)
+        batches = list(itertools.islice(data, _IMAGES))
+        # a first time compiles kernels
+        _inference_seconds(trainer, batches[:1])
+        passed = _inference_seconds(trainer, batches)
+        seconds += passed * len(data) / len(batches)
+    return _slowest(seconds)
+
+
+def _inference_seconds(trainer: Trainer, batches: list[Any]) -> float:
+    start = time.perf_counter()
+    with inference_context(trainer.model), torch.no_grad():
+        for batch in batches:
+            trainer.model(batch)
+    return time.perf_counter() - start
+
+
+class Budget(NamedTuple):
+    """What a number of minutes allows."""
+
+    iterations: int
+    evaluations: int
+    reason: str
+
+
+def affordable(minutes: float, step: float, evaluation: float) -> Budget:
+    """Return the iterations and evaluations that fit into minutes, from the seconds of each.
+
+    Evaluations take at most a third of the time, but there is one in any case.
+
+    Raises:
+        ConfigError: the time is not enough for 20 iterations and an evaluation.
+    """
+    if not 0 < minutes < math.inf:
+        raise ConfigError(
+            f"--minutes ({minutes:g}): not above 0. Fix: give e.g. 60 for an hour."
+        )
+    seconds = _SHARE * 60 * minutes
+    evaluations = _MOST_EVALUATIONS
+    while evaluations > 1 and evaluations * evaluation > seconds / 3:
+        evaluations -= 1
+
+    iterations = int((seconds - evaluations * evaluation) / step)
+    if iterations < _LEAST_ITERATIONS:
+        least = (evaluation + _LEAST_ITERATIONS * step) / (60 * _SHARE)
+        raise ConfigError(
+            f"--minutes ({minutes:g}): not enough for {_LEAST_ITERATIONS} iterations of {step:.2g} s and an "
+            f"evaluation of {evaluation:.2g} s. Fix: give {least + 0.05:.1f} or more, smaller images or fewer "
+            "validation images."
+        )
+    reason = f"{minutes:g} min, an iteration takes {step:.2g} s, each of {evaluations} evaluations {evaluation:.2g} s"
+    return Budget(iterations, evaluations, reason)

@@ -1,0 +1,102 @@
+"""A run within a number of minutes: the length that measured seconds allow, and what stays of the timing."""
+
+import time
+
+import pytest
+
+from gw_detectron.config import read_config
+from gw_detectron.errors import ConfigError
+from gw_detectron.workbench.commands.train import get_parser
+from gw_detectron.workbench.commands.train import run_here as main
+from gw_detectron.workbench.run import train as runs
+from gw_detectron.workbench.run.timing import affordable
+
+from ...photos import photo_names, write_photos
+from ...tiny_run import words
+
+
+@pytest.mark.parametrize(
+    ("minutes", "step", "evaluation", "iterations", "evaluations"),
+    [
+        (10, 0.5, 10, 1040, 5),
+        (10, 0.5, 100, 940, 1),
+        (60, 0.5, 300, 5040, 3),
+        (1, 1, 30, 27, 1),
+    ],
+)
+def test_iterations_and_evaluations_fill_the_time(
+    minutes, step, evaluation, iterations, evaluations
+):
+    budget = affordable(minutes, step, evaluation)
+    assert budget.evaluations == evaluations
+    assert budget.iterations == iterations
+
+
+@pytest.mark.parametrize("minutes", [1, 0, -1, float("nan"), float("inf")])
+def test_too_little_time_is_refused(minutes):
+    with pytest.raises(ConfigError, match=r"--minutes \("):
+        affordable(minutes, 4, 60)
+
+
+@pytest.fixture
+def command(tmp_path):
+    write_photos(tmp_path, photo_names(8))
+    data = [
+        *("--train-json", f"{tmp_path}/annotations.json"),
+        *("--train-images", f"{tmp_path}/photos"),
+        *("--val-fraction", "0.3", "--num-gpus", "0"),
+    ]
+
+    def parsed(*flags):
+        run = words(tmp_path / "run", *flags, *data)
+        for key in ("SOLVER.MAX_ITER", "SOLVER.STEPS", "TEST.EVAL_PERIOD"):
+            place = run.index(key)
+            run[place : place + 2] = []
+        return get_parser().parse_args(run)
+
+    return parsed
+
+
+def test_a_run_within_minutes_and_its_resumption(tmp_path, command, monkeypatch):
+    """The steps that are timed leave nothing behind; a resumed run keeps its length."""
+    # with the losses, an evaluation takes twice as long
+    monkeypatch.setattr(runs, "evaluation_seconds", lambda _: 1.0)
+    monkeypatch.setattr(runs, "step_seconds", _timed)
+    main(command("--minutes", "0.51"))
+
+    run = tmp_path / "run"
+    cfg = read_config(run / "config.yaml")
+    assert cfg.SOLVER.MAX_ITER == 21
+    assert cfg.TEST.EVAL_PERIOD == 6
+    assert list(cfg.SOLVER.STEPS) == [15, 18]
+    assert len(list(run.glob("events.*"))) == 1
+    assert (run / "last_checkpoint").read_text() == "model_final.pth"
+    assert "--minutes: SOLVER.MAX_ITER 21: 0.51 min" in (run / "log.txt").read_text()
+
+    monkeypatch.setattr(runs, "step_seconds", pytest.fail)
+    main(command("--minutes", "0.51", "--resume"))
+    assert read_config(run / "config.yaml").SOLVER.MAX_ITER == 21
+
+
+def _timed(trainers):
+    for trainer in trainers.values():
+        trainer.model.requires_grad_(False)  # what the run must not inherit
+    return dict.fromkeys(trainers, 1.0)
+
+
+@pytest.mark.slow
+def test_a_run_takes_about_the_minutes_that_it_was_given(command):
+    start = time.monotonic()
+    main(command("--minutes", "1"))
+    assert time.monotonic() - start < 120
+
+
+@pytest.mark.parametrize("other", [("--epochs", "3"), ("SOLVER.MAX_ITER", "9")])
+def test_two_lengths_are_refused(command, other):
+    args = command("--minutes", "5")
+    if other[0] == "--epochs":
+        args.epochs = 3.0
+    else:
+        args.opts += other
+    with pytest.raises(ConfigError, match=f"--minutes: given together with {other[0]}"):
+        main(args)
