@@ -33,6 +33,8 @@ _DEFAULTS = {
     # BASE_LR is the rate for ACCUMULATE * IMS_PER_BATCH images
     "SOLVER.ACCUMULATE": 1,
     "SOLVER.EMA": 0.0,
+    # the newest checkpoints that stay in the run folder; 0 for all
+    "SOLVER.KEEP": 0,
     # before images are resized (colors: after), e.g. "RandomCrop(size=512)"
     "INPUT.AUGMENTATIONS": [],
     # such as [0.5, 99.5]; with [], images of more than 8 bits are refused

@@ -119,10 +119,10 @@ def _check_schedule(cfg: CfgNode, report: CheckReport) -> None:
         report.errors.append(
             f"SOLVER.BASE_LR ({solver.BASE_LR}): nothing would be learned. Fix: give e.g. 0.02."
         )
-    for key in ("CHECKPOINT_PERIOD", "ACCUMULATE"):
-        if solver[key] < 1:
+    for key, least in {"CHECKPOINT_PERIOD": 1, "ACCUMULATE": 1, "KEEP": 0}.items():
+        if solver[key] < least:
             report.errors.append(
-                f"SOLVER.{key} ({solver[key]}): not 1 or more. Fix: set it, or leave it out."
+                f"SOLVER.{key} ({solver[key]}): not {least} or more. Fix: set it, or leave it out."
             )
     has_steps = "Step" in solver.LR_SCHEDULER_NAME
     late = [step for step in solver.STEPS if step >= solver.MAX_ITER]

@@ -302,11 +302,7 @@ class Trainer(DefaultTrainer):
             built.append(hooks.PreciseBN(period, self.checkpointer.model, data, images))
 
         if comm.is_main_process():
-            built.append(
-                hooks.PeriodicCheckpointer(
-                    self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD
-                )
-            )
+            built.append(self._periodic_checkpointer())
         self._signals = SignalHook(cfg.SOLVER.CHECKPOINT_PERIOD, period)
         built.append(self._signals)
 
@@ -324,6 +320,17 @@ class Trainer(DefaultTrainer):
         if comm.is_main_process():
             built.append(hooks.PeriodicWriter(self.build_writers(), period=20))
         return built
+
+    def _periodic_checkpointer(self) -> hooks.PeriodicCheckpointer:
+        solver = self.cfg.SOLVER
+        keep = solver.KEEP or None
+        hook = hooks.PeriodicCheckpointer(
+            self.checkpointer, solver.CHECKPOINT_PERIOD, max_to_keep=keep
+        )
+        if self._run.weights.resumed:  # those of the run before its stop
+            earlier = Path(self.cfg.OUTPUT_DIR).glob("model_[0-9]*.pth")
+            hook.recent_checkpoints = sorted(map(str, earlier))
+        return hook
 
     def build_writers(self) -> list[EventWriter]:
         folder = self.cfg.OUTPUT_DIR

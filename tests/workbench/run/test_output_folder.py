@@ -62,6 +62,17 @@ def test_a_second_training_is_refused_before_it_writes_anything(
         main(arguments(output, "--overwrite", **SHORT))
 
 
+def test_only_the_last_checkpoints_stay(tmp_path, small_dataset):
+    keys = {"SOLVER__KEEP": 1, "SOLVER__CHECKPOINT_PERIOD": 1, "DATASETS__TEST": "()"}
+    main(arguments(tmp_path, **keys))
+    names = {path.name for path in tmp_path.glob("*.pth")}
+    assert names == {"model_0000002.pth", "model_final.pth"}
+
+    main(arguments(tmp_path, "--resume", SOLVER__MAX_ITER=5, **keys))
+    names = {path.name for path in tmp_path.glob("*.pth")}
+    assert names == {"model_0000004.pth", "model_final.pth"}
+
+
 def test_an_evaluation_runs_beside_a_training(tmp_path, small_dataset):
     output = tmp_path / "run"
     main(arguments(output, **SHORT))
