@@ -7,10 +7,12 @@ a dataset are drawn instead.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
-from ...errors import ConfigError, printable, summarize_names
+from ...errors import ConfigError, first_line, printable, summarize_names
 from ...weights import detector_file
 from ...weights.opening import BEST_CHECKPOINT
 from .. import predict as prediction
@@ -18,6 +20,8 @@ from ..console import check_folder
 from ..predict.results_folder import usual_tile
 from ..predict.tiled_predictor import STATISTICS
 from .parsers import MixedParser, add_mix_flag, new_parser
+
+_BEST = "best"
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -56,10 +60,10 @@ def get_parser() -> argparse.ArgumentParser:
     )
     add(
         "--score-threshold",
-        type=float,
+        type=_threshold,
         default=0.5,
         metavar="S",
-        help="keep scores above S, default: %(default)s",
+        help="keep scores above S, default: %(default)s; best: those of the highest F1 by the report of RUN",
     )
     add(
         "--preview",
@@ -101,6 +105,22 @@ def get_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _threshold(text: str) -> float | str:
+    return text if text == _BEST else float(text)
+
+
+def _best_threshold(detector: str) -> float:
+    """Read the threshold of the best F1 from the report of a run."""
+    report = Path(detector).with_name("report") / "report.json"
+    try:
+        return float(json.loads(report.read_text())["errors"]["best_threshold"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"--score-threshold best: '{report}' tells none ({first_line(error)}). Fix: gw-detectron report RUN, or "
+            "give a number."
+        ) from None
+
+
 def main(args: argparse.Namespace) -> bool:
     """Return whether all inputs were predicted."""
     if args.tiles is None and (args.overlap is not None or args.statistics is not None):
@@ -115,7 +135,10 @@ def main(args: argparse.Namespace) -> bool:
     sources = prediction.find_sources(args.inputs)
     prediction.check_output(args.output, sources)  # before seconds of loading
     detector = detector_file(args.model)
-    predictor = _open_predictor(args, detector)
+    threshold = args.score_threshold
+    if threshold == _BEST:
+        threshold = _best_threshold(detector)
+    predictor = _open_predictor(args, detector, threshold)
     summary = prediction.write_predictions(
         predictor, sources, args.output, pictures=not args.no_pictures
     )
@@ -125,7 +148,7 @@ def main(args: argparse.Namespace) -> bool:
     speed = summary.images / summary.seconds
     print(
         f"{summary.images} images, {summary.detections} objects with a score above "
-        f"{args.score_threshold:g}, {speed:.1f} images per second."
+        f"{threshold:g}, {speed:.1f} images per second."
     )
     is_best = detector.endswith(BEST_CHECKPOINT)
     print(f"Detector: {detector}{' (the best one by TEST.BEST)' if is_best else ''}")
@@ -171,7 +194,7 @@ def _preview(args: argparse.Namespace) -> None:
 
 
 def _open_predictor(
-    args: argparse.Namespace, detector: str
+    args: argparse.Namespace, detector: str, threshold: float
 ) -> prediction.Predictor | prediction.TiledPredictor:
     names = None
     if args.class_names:
@@ -180,7 +203,7 @@ def _open_predictor(
         detector,
         config_file=args.config_file,
         opts=args.opts,
-        score_threshold=args.score_threshold,
+        score_threshold=threshold,
         device=args.device,
         class_names=names,
         mix=args.mix,

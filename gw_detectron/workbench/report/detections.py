@@ -208,6 +208,27 @@ class Detections:
             self._sort_out(image_id, matches, results) for image_id, matches in pairs
         ]
 
+    def best_threshold(self) -> tuple[float, float]:
+        """Return the score at which boxes of this score and more have the highest F1, and this F1.
+
+        F1 = 2 * correct boxes / (boxes + objects). Better boxes are matched first, so that one match serves all scores.
+        """
+        found = []
+        for image in self.match(0.0):
+            for match in image.matches:
+                if match.detection:
+                    found.append((match.detection["score"], match.kind == CORRECT))
+        if not found:
+            return 0.5, 0.0
+
+        found.sort(reverse=True)
+        scores, is_correct = map(np.array, zip(*found, strict=True))
+        boxes = np.arange(1, len(scores) + 1)
+        f1 = 2 * np.cumsum(is_correct) / (boxes + len(self.objects))
+        best = int(np.argmax(f1))
+        # predictions have scores above it
+        return math.floor(100 * scores[best]) / 100, float(f1[best])
+
     def _sort_out(
         self, image_id: Any, found: dict | None, results: Sequence[Entry]
     ) -> ImageMatches:

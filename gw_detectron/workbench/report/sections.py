@@ -22,6 +22,7 @@ from .run_folder import RunFolder
 _THRESHOLDS = {"AP": None, "AP50": 0.5, "AP75": 0.75}
 _SEGMENTATION = {"mIoU": "sem_seg/mIoU", "PQ": "panoptic_seg/PQ"}
 _VALIDATION = "validation/"  # begins the names of losses on the validation data
+NO_OBJECT = "no object"  # row of boxes without a match
 _MOST_COUNTS = 25  # classes of a confusion matrix with numbers
 
 
@@ -233,53 +234,71 @@ def errors(run: RunFolder) -> Section:
         "class with the largest IoU, at least 0.5. A box without a match is a duplicate of a "
         "matched object, poor (IoU from 0.1), or background."
     )
+    threshold, f1 = run.detections.best_threshold()
+    if f1:
+        text += (
+            f" On these images, F1 (harmonic mean of precision and recall) is highest, {f1:.2f}, for scores above "
+            f"{threshold:g}: predict --score-threshold best takes them."
+        )
     table = Table(["", "boxes or objects"], list(kinds.items()))
-    numbers = {"kinds": kinds, "confusion": counts, "images": listed}
+    numbers = {
+        "kinds": kinds,
+        "confusion": counts,
+        "images": listed,
+        "best_threshold": threshold,
+        "best_f1": f1,
+    }
     return Section(numbers, text, pictures=[[confusion], *photos], tables=[table])
 
 
 def _confusion(run: RunFolder) -> tuple[Picture, list[dict[str, Any]]]:
-    """Plot which class the objects of each class are found as, and list the counts."""
+    """Plot which class the objects of each class are found as, and list the counts.
+
+    The last row has boxes without an object.
+    """
     classes = run.detections.classes
     places = {category: place for place, category in enumerate(classes)}
-    counts = np.zeros((len(classes), len(classes) + 1), int)  # the last one is missed
+    counts = np.zeros((len(classes) + 1, len(classes) + 1), int)
     for image in run.matches:
         for _, found, annotation in image.matches:
-            if annotation:
-                row = places[annotation["category_id"]]
-                column = -1 if found is None else places[found["category_id"]]
-                counts[row, column] += 1
+            row = places[annotation["category_id"]] if annotation else -1
+            column = places[found["category_id"]] if found else -1
+            counts[row, column] += 1
 
-    seen = np.logical_or(counts.any(axis=1), counts[:, :-1].any(axis=0))
+    seen = np.logical_or(counts.any(axis=1), counts.any(axis=0))
+    seen[-1] = True
     names = list(itertools.compress(classes.values(), seen))
-    counts = counts[seen][:, np.append(seen, True)]
+    counts = counts[seen][:, seen]
     numbers = []
-    for name, values in zip(names, counts.tolist(), strict=True):
+    for name, values in zip([*names, NO_OBJECT], counts.tolist(), strict=True):
         found_as = dict(zip([*names, MISSED], values, strict=True))
         numbers.append({"class": name, "found_as": found_as})
 
     labels = class_labels(tuple(names))
     with rc_context({"font.sans-serif": [labels.font]}):
-        return _confusion_picture(counts, [*labels.names, MISSED]), numbers
+        return _confusion_picture(counts, labels.names), numbers
 
 
-def _confusion_picture(counts: np.ndarray, columns: Sequence[str]) -> Picture:
-    """Plot a (C, C + 1) matrix of counts as shares of the rows."""
+def _confusion_picture(counts: np.ndarray, names: Sequence[str]) -> Picture:
+    """Plot a (C + 1, C + 1) matrix of counts as shares of the rows."""
+    columns = [*names, MISSED]
     shares = counts / counts.sum(1, keepdims=True).clip(1)
     side = min(3 + 0.3 * len(columns), 16)
     figure, axes = make_axes(side, side)
     axes.grid(visible=False)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    axes.axvline(len(counts) - 0.5, color="black")  # missed is not a class
+    # missed and no object are no classes
+    axes.axvline(len(names) - 0.5, color="black")
+    axes.axhline(len(names) - 0.5, color="black")
     axes.set(
         xlabel="found as",
         ylabel="objects of the class",
         yticks=range(len(counts)),
-        yticklabels=columns[:-1],
+        yticklabels=[*names, NO_OBJECT],
     )
     axes.set_xticks(range(len(columns)), columns, rotation=90)
 
-    if len(counts) <= _MOST_COUNTS:
+    if len(names) <= _MOST_COUNTS:
         for row, column in np.argwhere(counts):
             number = str(counts[row, column])
             color = "white" if shares[row, column] > 0.6 else "black"

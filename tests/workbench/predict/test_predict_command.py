@@ -71,6 +71,19 @@ def test_the_counts_are_those_of_the_results(tmp_path, run_folder, photos):
         assert int(total) == sum(map(int, row.values()))
 
 
+def test_the_threshold_of_the_report(tmp_path, run_folder, photos, capsys):
+    run = shutil.copytree(run_folder, tmp_path / "judged")
+    words = [run, photos / "b.png", "--output", tmp_path / "out", "--no-pictures"]
+    words += ["--score-threshold", "best", "--device", "cpu"]
+    with pytest.raises(UserError, match="gw-detectron report"):
+        predict(*words)
+
+    (run / "report").mkdir()
+    (run / "report" / "report.json").write_text('{"errors": {"best_threshold": 0.37}}')
+    assert predict(*words)
+    assert "objects with a score above 0.37, " in capsys.readouterr().out
+
+
 def test_the_best_checkpoint_of_a_run(tmp_path, run_folder, photos, capsys):
     run = shutil.copytree(run_folder, tmp_path / "best")
     best = run / "model_best.pth"

@@ -97,6 +97,13 @@ def test_a_hand_made_image_is_matched():
     assert (missed.kind, missed.annotation["id"]) == ("missed", 5)
 
 
+def test_the_score_of_the_best_f1():
+    assert detections(TRUTH, FOUND).best_threshold() == (0.9, 2 / (1 + 4))
+    more = [*FOUND, (1, CAT, [80, 0, 20, 20], 0.75), (2, DOG, [100, 50, 20, 20], 0.72)]
+    assert detections(TRUTH, more).best_threshold() == (0.72, 6 / (4 + 4))
+    assert detections(TRUTH, []).best_threshold() == (0.5, 0.0)
+
+
 def test_objects_found_at_no_score_are_counted_by_the_reason():
     truth = [
         *TRUTH,

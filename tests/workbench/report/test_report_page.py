@@ -118,8 +118,10 @@ def test_the_page_is_well_formed_and_stands_alone(tmp_path, options):
     kinds = numbers["errors"]["kinds"]
     assert kinds["correct"] + kinds["wrong class"] + kinds["missed"] == total
     for row in numbers["errors"]["confusion"]:
-        assert sum(row["found_as"].values()) == objects.pop(row["class"])
+        if row["class"] != "no object":
+            assert sum(row["found_as"].values()) == objects.pop(row["class"])
     assert not any(objects.values())
+    assert 0 < numbers["errors"]["best_threshold"] < 1
     recall = numbers["recall"]
     assert recall["objects"] == total
     assert recall["found"] + sum(recall["not_found"].values()) == total
