@@ -151,7 +151,7 @@ def config_summary(path: Path) -> str:
 def find_config_file(name: str | os.PathLike[str]) -> str:
     """Return the path of a shipped config if no file has this path, else the path itself; of a run, its config.yaml.
 
-    A leading ``configs/``, the folder of a unique file name, and ``.yaml`` after it may be left out.
+    A leading ``configs/``, the folder of a unique file name, and ``.yaml`` may be left out.
     """
     name = os.fspath(name)
     record = os.path.join(name, "config.yaml")
@@ -162,9 +162,11 @@ def find_config_file(name: str | os.PathLike[str]) -> str:
 
     files = shipped_configs()
     wanted = name.removeprefix("configs/")
-    if wanted in files:
-        return str(files[wanted])
-    named = [path for path in files.values() if path.name in (wanted, f"{wanted}.yaml")]
+    names = (wanted, f"{wanted}.yaml")
+    for shipped in names:
+        if shipped in files:
+            return str(files[shipped])
+    named = [path for path in files.values() if path.name in names]
     return str(named[0]) if len(named) == 1 else name
 
 

@@ -11,7 +11,7 @@ from .verdict import ITERATIONS, Difference, Results
 
 _CURVES = (
     "Means over the seeds. A dashed line is the longer training of a faster norm, for equal time: "
-    "as much as the slowest norm took."
+    "as much as the slowest norm took. ± is the standard deviation over the seeds."
 )
 _DIFFERENCES = (
     "AP of the row minus AP of the column, mean over common seeds, with the 95 % interval of the "

@@ -72,6 +72,9 @@ def log_to(folder: str) -> None:
         "ignore", "The given NumPy array is not writable", UserWarning
     )
 
+    # "No CUDA runtime is found", of every run on a machine with CUDA's compiler only
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
     rank = comm.get_rank()
     path = os.path.join(folder, f"log.txt.rank{rank}" if rank else "log.txt")
     file = _FileHandler(path, encoding="utf-8")

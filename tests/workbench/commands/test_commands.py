@@ -148,6 +148,7 @@ def test_norms_are_listed_with_their_defaults_and_found_in_a_model(gw):
         "mask_rcnn_R_18_FPN_BN_GW_demo",
         f"configs/{DEMO}",
         DEMO,
+        DEMO.removesuffix(".yaml"),
     ],
 )
 def test_the_folder_of_a_config_may_be_left_out(name, tmp_path, monkeypatch):
