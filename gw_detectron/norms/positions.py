@@ -77,8 +77,7 @@ def norms_at(
     if not {"stem", "conv2"} <= set(roles.values()):
         raise ConfigError(
             f"{where} ({positions!r}): the model has no norms named as in a ResNet of Detectron2, torchvision, timm or "
-            "transformers (stem.conv1.norm and res2.0.conv2.norm, or bn1 and layer1.0.bn2). Fix: give patterns of module "
-            "names."
+            "transformers, such as stem.conv1.norm and res2.0.conv2.norm. Fix: give patterns of module names."
         )
     # refuses others
     whitened_convs(positions, bottleneck="conv3" in roles.values(), where=where)
