@@ -46,7 +46,6 @@ HOSTS = (
     "nnunetv2",
     "monai",
     "lerobot",
-    "coremltools",
 )
 #: not run: a slide; parts of files; a download, which weights/test_catalog.py does with other weights
 NOT_RUN = ("slides/", "RMSNorm2d, _EPS", "denman_beavers", 'resume_or_load("gw://')
