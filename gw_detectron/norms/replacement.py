@@ -131,7 +131,7 @@ def has_channels_last(layer: nn.Module) -> bool:
 
 def _runs(layer: nn.Module, shape: tuple[int, ...]) -> bool:
     """Return whether a layer takes an input of this shape; its state stays."""
-    scale = (layer._parameters | layer._buffers)["weight"]
+    scale: Any = (layer._parameters | layer._buffers)["weight"]
     try:
         with torch.no_grad():
             copy.deepcopy(layer).eval()(scale.new_zeros(shape))
