@@ -42,7 +42,7 @@ docs: setup ## build the documentation into site/; broken links and anchors are 
 fuzz: setup ## run the property tests with 34 times as many examples
 	$(BIN)/python -m pytest -n auto --hypothesis-profile=long $$(grep -rl 'import .*given' tests) $(PYTEST_ARGS)
 
-matrix: setup ## run the tests with the lowest and the newest versions; write CONTRIBUTING.md
+matrix: setup ## run the tests with the lowest and newest versions, and with libraries of docs/your_model.md; write CONTRIBUTING.md
 	$(BIN)/python tools/version_matrix.py $(MATRIX_ARGS)
 
 # The last version of pip that accepts Detectron2's source archive is 26.0.

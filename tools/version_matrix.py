@@ -1,6 +1,7 @@
 """Run the tests that need Detectron2 on other versions; update the table of CONTRIBUTING.md.
 
-``make matrix`` builds an environment in build/matrix for the lowest and the newest versions that pyproject.toml allows.
+``make matrix`` builds an environment in build/matrix for the lowest and the newest versions that pyproject.toml allows,
+and for the libraries of docs/your_model.md.
 ``--python`` tests one of yours, such as Detectron2 compiled from its repository: ``--python PYTHON HEAD``.
 """
 
@@ -21,8 +22,12 @@ PAGE, BUILD = ROOT / "CONTRIBUTING.md", ROOT / "build" / "matrix"
 COMBINATIONS = {
     "lowest": ["--resolution", "lowest-direct", "numpy==1.26.4", "pillow==10.0.*"],
     "newest": [],
+    # libraries of docs/your_model.md; lerobot needs an older torch than the others
+    "hosts": ["transformers", "rfdetr[train]", "ultralytics", "nnunetv2", "monai"],
+    "lerobot": ["lerobot==0.3.3"],
 }
 TESTS = [
+    "norms",
     "modeling",
     "weights",
     "workbench/dataset",

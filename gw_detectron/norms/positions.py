@@ -20,18 +20,25 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "ALL": ("stem", "conv1", "conv2", "conv3", "shortcut"),
 }
 POSITIONS = tuple(_PLACES)
-#: norms by their module names in ResNets of Detectron2, torchvision and timm
+#: norms by their module names in ResNets of Detectron2, torchvision, timm and transformers; stages that are children of
+#: a Sequential have numbers instead of names
 _BLOCK = re.compile(
-    r"(?P<root>|.*\.)(?:res[2-5]|layer[1-4])\.\d+\."
-    r"(?P<part>conv\d|shortcut|bn\d|downsample)(?:\.norm|\.\d+)?"
+    r"(?P<root>|.*\.)(?:res[2-5]|layer[1-4]|encoder\.stages\.\d\.layers|\d+)\.\d+\."
+    r"(?P<part>conv\d|shortcut|bn\d|downsample|layer\.\d)(?:\.norm|\.\d+)?(?:\.normalization)?"
 )
 #: a deep stem has several: timm's are bn1, conv1.1 and conv1.4, and perhaps maxpool.1
-_STEM = re.compile(r"(?P<root>|.*\.)(?:stem\.conv\d\.norm|bn1|conv1\.\d|maxpool\.\d)")
-#: parts of a block in torchvision and timm, and the convolutions before these norms
+_STEM = re.compile(
+    r"stem\.conv\d\.norm|bn1|conv1\.\d|maxpool\.\d|embedder\.embedder(?:\.\d)?\.normalization"
+    r"|(?:(?:layer0|stem|\d)\.){0,2}\d"
+)
+#: parts of a block in torchvision, timm and transformers, and the convolutions before these norms
 _CONV_BEFORE = {
     "bn1": "conv1",
     "bn2": "conv2",
     "bn3": "conv3",
+    "layer.0": "conv1",
+    "layer.1": "conv2",
+    "layer.2": "conv3",
     "downsample": "shortcut",
 }
 
@@ -63,13 +70,14 @@ def norms_at(
 ) -> list[str]:
     """Return the norm layers among ``names`` at the positions (see :func:`whitened_convs`).
 
-    Names of ResNets of Detectron2, torchvision and timm are known; others are a ConfigError.
+    Names of ResNets of Detectron2, torchvision, timm and transformers are known, also with numbers as in
+    ``nn.Sequential(*resnet.children())``; others are a ConfigError.
     """
     roles = _roles(list(names))
     if not {"stem", "conv2"} <= set(roles.values()):
         raise ConfigError(
-            f"{where} ({positions!r}): the model has no norms named as in a ResNet of Detectron2, torchvision or timm "
-            "(stem.conv1.norm and res2.0.conv2.norm, or bn1 and layer1.0.bn2). Fix: give patterns of module names."
+            f"{where} ({positions!r}): the model has no norms named as in a ResNet of Detectron2, torchvision, timm or "
+            "transformers, such as stem.conv1.norm and res2.0.conv2.norm. Fix: give patterns of module names."
         )
     # refuses others
     whitened_convs(positions, bottleneck="conv3" in roles.values(), where=where)
@@ -79,16 +87,18 @@ def norms_at(
 def _roles(names: Sequence[str]) -> dict[str, str]:
     """Return the role of each norm of a ResNet: the stem, or the convolution of a block before it."""
     roles = {}
-    roots = set()  # where the blocks are: a head may also have a bn1
-    for name in names:
+    first_block: dict[str, int] = {}  # of each ResNet, by the beginning of its names
+    for place, name in enumerate(names):
         block = _BLOCK.fullmatch(name)
         if block:
             part = block["part"]
             roles[name] = _CONV_BEFORE.get(part, part)
-            roots.add(block["root"])
+            first_block.setdefault(block["root"], place)
 
-    for name in names:
-        stem = _STEM.fullmatch(name)
-        if stem and stem["root"] in roots:
-            roles[name] = "stem"
+    # the stem comes before the blocks: a head may also have a bn1
+    for place, name in enumerate(names):
+        for root, first in first_block.items():
+            is_before = name.startswith(root) and place < first
+            if is_before and _STEM.fullmatch(name, len(root)):
+                roles[name] = "stem"
     return roles

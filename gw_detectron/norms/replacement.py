@@ -1,5 +1,6 @@
 """The norm layer that takes the place of another."""
 
+import copy
 from typing import Any
 
 import torch
@@ -117,9 +118,26 @@ def _activate(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
 
 
 def has_channels_last(layer: nn.Module) -> bool:
-    """Return whether a norm layer takes its channels as the last dimension."""
-    takes_images = "2d" in type(layer).__name__ or _package(layer) == "detectron2"
-    return hasattr(layer, "normalized_shape") and not takes_images
+    """Return whether a norm layer takes its channels as the last dimension: where it does not run on an image."""
+    if isinstance(layer, _NormBase) or norm_spec(layer):
+        return False
+
+    channels = channels_of(layer)
+    width = 3 if channels == 2 else 2
+    if _runs(layer, (1, channels, 1, width)):
+        return False
+    return isinstance(layer, nn.LayerNorm) or _runs(layer, (1, width, 1, channels))
+
+
+def _runs(layer: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Return whether a layer takes an input of this shape; its state stays."""
+    scale: Any = (layer._parameters | layer._buffers)["weight"]
+    try:
+        with torch.no_grad():
+            copy.deepcopy(layer).eval()(scale.new_zeros(shape))
+    except Exception:  # whatever a layer of an unknown class raises
+        return False
+    return True
 
 
 def _package(layer: nn.Module) -> str:

@@ -14,6 +14,12 @@ def diagonal(matrices: Tensor) -> Tensor:
     return matrices.diagonal(dim1=-2, dim2=-1)
 
 
+def diagonal_values(matrices: Tensor) -> Tensor:
+    """Return the diagonals, (..., g), by a slice: CoreML has no diagonals of a batch."""
+    size = matrices.shape[-1]
+    return matrices.flatten(-2)[..., :: size + 1]
+
+
 def scale_rows(matrices: Tensor, factors: Tensor) -> Tensor:
     """Return diag(factors) A for factors (..., g)."""
     return factors[..., :, None] * matrices

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import pickle
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 import yaml
 from torch import Tensor
 
@@ -42,6 +44,7 @@ from .identifying import (
     to_torchvision,
 )
 from .reading import (
+    RECORD_KEY,
     FileContent,
     named_tensors,
     read_weights_file,
@@ -111,13 +114,14 @@ def convert_file(
     overwrite: bool = False,
     **options: Any,
 ) -> Conversion:
-    """Convert a file of ImageNet weights; write Detectron2's .pkl and a yaml of its config keys.
+    """Convert a file of ImageNet weights; write it and a yaml of its config keys.
 
     Each file is written atomically. The classifier is not part of a backbone and is left out.
 
     Args:
         source: see :func:`.reading.read_weights_file` and :func:`convert`.
-        target: for ``MODEL.WEIGHTS``; ends in ``.pkl``.
+        target: for ``MODEL.WEIGHTS``; ends in ``.pkl``, which Detectron2's own checkpointer reads,
+            or in ``.safetensors``.
         overwrite: replace existing files.
         options: ``norm`` and ``preprocessing`` of :func:`load_weights`.
 
@@ -127,9 +131,9 @@ def convert_file(
         UserError: the source cannot be converted as requested, see :func:`load_weights`.
     """
     target = Path(target)
-    if target.suffix != ".pkl":
+    if target.suffix not in (".pkl", ".safetensors"):
         raise WeightsError(
-            f"target ({str(target)!r}): wrong suffix. Fix: end the name in .pkl."
+            f"target ({str(target)!r}): wrong suffix. Fix: end the name in .pkl or .safetensors."
         )
     config = target.with_suffix(".yaml")
     for path in (target, config):
@@ -140,6 +144,8 @@ def convert_file(
     remove_unfinished(target.parent)
 
     conversion = load_weights(source, **options)
+    norms = {detectron2_name(layer): spec for layer, spec in conversion.norms.items()}
+    record = NetworkRecord(norms, conversion.preprocessing, conversion.provenance)
     keys = yaml.safe_dump(
         conversion.config(str(target)), sort_keys=False, default_flow_style=None
     )
@@ -148,29 +154,32 @@ def convert_file(
     with (
         atomic_write(config) as keys_file,
         atomic_write(target) as weights_file,
-        open(weights_file, "wb") as file,
     ):
         keys_file.write_text(f"# Config keys that {target} needs.\n{keys}")
-        pickle.dump(_file_content(conversion), file, protocol=4)
+        write_weights_file(weights_file, target.suffix, conversion.tensors, record)
     return conversion
 
 
-def _file_content(conversion: Conversion) -> dict[str, Any]:
-    """Return the content of a file that Detectron2's own checkpointer loads."""
-    arrays = {
-        name: np.ascontiguousarray(value.numpy())
-        for name, value in conversion.tensors.items()
-    }
-    norms = {detectron2_name(layer): spec for layer, spec in conversion.norms.items()}
-    record = NetworkRecord(norms, conversion.preprocessing, conversion.provenance)
-    return {
-        "model": arrays,
+def write_weights_file(
+    path: Path, suffix: str, tensors: Mapping[str, Tensor], record: NetworkRecord
+) -> None:
+    """Write tensors with a record of their network, as safetensors or a pickle of arrays."""
+    entries = {
         "__author__": TOOL,
         # Detectron2 then matches tensors by the end of their names, so that one file fits
         # detectors with and without FPN and bare backbones
         "matching_heuristics": True,
         **dataclasses.asdict(record),
     }
+    arrays = {
+        name: np.array(value.numpy(), order="C") for name, value in tensors.items()
+    }
+    if suffix == ".safetensors":
+        metadata = {"format": "pt", RECORD_KEY: json.dumps(entries)}
+        safetensors.numpy.save_file(arrays, path, metadata)
+        return
+    with open(path, "wb") as file:
+        pickle.dump({"model": arrays, **entries}, file, protocol=4)
 
 
 def load_weights(

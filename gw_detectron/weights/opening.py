@@ -146,8 +146,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Read a checkpoint as Detectron2 does, without running its code.
 
-    The format is detected from the content: a file of ``torch.save``, or a pickle of the model
-    zoo of Detectron2 or Detectron (Caffe2).
+    The format is detected from the content: a file of ``torch.save``, a pickle of the model zoo
+    of Detectron2 or Detectron (Caffe2), or a safetensors file of this package.
 
     Args:
         address: path or address that Detectron2's ``PathManager`` resolves, also with
@@ -194,9 +194,10 @@ def open_checkpoint(
 def _model_and_metadata(content: FileContent, path: str) -> tuple[Any, dict[str, Any]]:
     """Split a file as Detectron2's DetectionCheckpointer does, in v0.6 and main of 2026."""
     value = content.value
-    if content.format == "safetensors":
+    has_record = isinstance(value, Mapping) and isinstance(value.get("model"), Mapping)
+    if content.format == "safetensors" and not has_record:
         raise WeightsFileError(
-            f"a safetensors file. Fix: gw-detectron weights convert {path} NEW.pkl; give NEW.pkl."
+            f"a safetensors file of another program. Fix: gw-detectron weights convert {path} NEW.pkl; give NEW.pkl."
         )
     if not isinstance(value, Mapping):
         return value, {}

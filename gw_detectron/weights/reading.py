@@ -23,6 +23,8 @@ from ..errors import (
     WeightsFileError,
 )
 
+#: key of this package's record in the metadata of a safetensors file, as JSON
+RECORD_KEY = "gw_detectron"
 SAVE_AGAIN = "Fix: save {'model': model.state_dict()} with torch.save, as a .pth file."
 _GET_AGAIN = "Fix: get the file again."
 #: first bytes of torch.save's files before torch 1.6
@@ -88,7 +90,7 @@ def _read(file: IO[bytes]) -> FileContent:
 
     # first: the length of the header may look like the first bytes of another format
     if begin[4:9] == b"\0\0\0\0{":
-        return FileContent(safetensors.torch.load(file.read()), "safetensors", size)
+        return FileContent(_load_safetensors(file), "safetensors", size)
     if begin.startswith(b"PK"):
         _check_members(file)
     if begin.startswith((b"PK", _LEGACY_TORCH)):
@@ -105,6 +107,16 @@ def _read(file: IO[bytes]) -> FileContent:
         "not a file of torch.save, a safetensors file or a pickle" if begin else "empty"
     )
     raise WeightsFileError(f"it is {found}. {_GET_AGAIN}")
+
+
+def _load_safetensors(file: IO[bytes]) -> dict[str, Any]:
+    """Return the tensors by name; in a file of this package under ``model``, beside its record."""
+    tensors = safetensors.torch.load(file.read())
+    with safetensors.safe_open(file.name, framework="pt") as header:
+        metadata = header.metadata() or {}
+    if RECORD_KEY not in metadata:
+        return tensors
+    return {**json.loads(metadata[RECORD_KEY]), "model": tensors}
 
 
 def _check_members(file: IO[bytes]) -> None:

@@ -38,6 +38,15 @@ from .pages import PAGES, ROOT, blocks, read
 
 #: what blocks have in them that need a trained detector in the current folder: see the slow tests
 RUN, EXPORT = ("output/", "predictions/"), ("exported",)
+#: libraries of docs/your_model.md, which the development environment lacks
+HOSTS = (
+    "transformers",
+    "rfdetr",
+    "ultralytics",
+    "nnunetv2",
+    "monai",
+    "lerobot",
+)
 #: not run: a slide; parts of files; a download, which weights/test_catalog.py does with other weights
 NOT_RUN = ("slides/", "RMSNorm2d, _EPS", "denman_beavers", 'resume_or_load("gw://')
 ALL = [
@@ -65,6 +74,9 @@ def run_block(block):
     ],
 )
 def test_python_runs(block, tmp_path, monkeypatch, one_thread):
+    for host in HOSTS:
+        if f"from {host}." in block or f"from {host} " in block:
+            pytest.importorskip(host, reason=f"{host} is not installed")
     monkeypatch.chdir(tmp_path)
     run_block(block)
 

@@ -24,7 +24,7 @@ from gw_detectron.layers import (
     FrozenBatchWhitening2d,
     GroupWhitening2d,
 )
-from gw_detectron.norms import norm_rows, resolve_norm
+from gw_detectron.norms import norm_rows, norms_at, resolve_norm
 from gw_detectron.norms.conversion import ConversionReport
 
 GW8 = "GW:groups=8,iters=5,eps=1e-05,solver=newton"
@@ -245,6 +245,41 @@ class GroupNormSiLU(nn.GroupNorm):
         return self.act(super().forward(x))
 
 
+class LayerNormByFormat(nn.Module):
+    """ConvNeXt's, with channels first or last."""
+
+    def __init__(self, normalized_shape: int, channels_first: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(normalized_shape))
+        self.bias = nn.Parameter(torch.zeros(normalized_shape))
+        self.normalized_shape = (normalized_shape,)
+        self.channels_first = channels_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.channels_first:
+            x = x.movedim(1, -1)
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias)
+        return x.movedim(-1, 1) if self.channels_first else x
+
+
+class RootMeanSquareNorm(nn.Module):
+    """That of language models: channels last, without the attribute ``normalized_shape``."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * x.square().mean(-1, keepdim=True).rsqrt()
+
+
+class AdaptiveLayerNorm(nn.LayerNorm):
+    """Takes a second input."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * scale
+
+
 def with_forward_of_its_own() -> nn.Sequential:
     model = nn.Sequential(nn.BatchNorm2d(8))
     model[0].forward = lambda x: x.relu()
@@ -386,6 +421,19 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
             {"0": "GW"},
             "its channels are the last dimension",
         ),
+        *(
+            (
+                functools.partial(nn.Sequential, layer),
+                {"0": "GW"},
+                "its channels are the last dimension",
+            )
+            for layer in (
+                nn.LayerNorm(8),
+                LayerNormByFormat(2, channels_first=False),
+                RootMeanSquareNorm(8),
+                AdaptiveLayerNorm(8),
+            )
+        ),
         (
             lambda: timm.create_model("vit_tiny_patch16_224", img_size=64),
             {"*": "GN"},
@@ -484,6 +532,63 @@ def test_bad_input_changes_nothing(model, plan, message):
         convert_norms(made, plan)
 
     assert list(made.modules()) == before
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [LayerNormByFormat(16, channels_first=True), timm.layers.LayerNorm2d(16)],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_a_layer_norm_with_channels_first_is_replaced(norm):
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), norm)
+    norm.weight.data.fill_(2)
+
+    convert_norms(model, {"*": "GW:groups=8"})
+
+    assert isinstance(model[1], GroupWhitening2d)
+    assert (model[1].weight == 2).all()
+    assert model(IMAGE).isfinite().all()
+
+
+def numbered(network: nn.Module) -> nn.Module:
+    """The children without the classifier, as in lerobot's encoder."""
+    return nn.Sequential(*list(network.children())[:-2])
+
+
+def with_nested_stem(network: nn.Module) -> nn.Module:
+    children = list(network.children())
+    stem = nn.Sequential(*children[:3])
+    return nn.Sequential(stem, *children[3:8])
+
+
+def with_named_stem(network: nn.Module) -> nn.Module:
+    children = dict(network.named_children())
+    stem = nn.Sequential(*[children.pop(name) for name in ("conv1", "bn1", "act1")])
+    return nn.ModuleDict({"layer0": stem, **children})
+
+
+def under_a_head(network: nn.Module) -> nn.Module:
+    parts = nn.Sequential(numbered(network), nn.BatchNorm2d(8))
+    return nn.ModuleDict({"encoder": parts})
+
+
+@pytest.mark.parametrize(
+    "rearranged", [numbered, with_nested_stem, with_named_stem, under_a_head]
+)
+@pytest.mark.parametrize("network", ["resnet18", "resnet50", "resnet50d"])
+def test_positions_are_found_where_stages_have_no_names(network, rearranged):
+    with torch.device("meta"):
+        named = timm.create_model(network)
+        model = rearranged(timm.create_model(network))
+    before = [row.layer for row in norm_rows(named)]
+    after = [row.layer for row in norm_rows(model)]
+
+    for positions in ("S1", "S1-B1", "S1-B2", "S1-B12", "ALL"):
+        expected = norms_at(positions, before)
+        found = norms_at(positions, after)
+        assert [after.index(name) for name in found] == [
+            before.index(name) for name in expected
+        ]
 
 
 @pytest.mark.parametrize("norm", ["FrozenBN", "SyncBN", "BW:channels=8", "BRN"])

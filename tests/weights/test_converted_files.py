@@ -2,8 +2,10 @@
 
 import pickle
 import shutil
+from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
@@ -16,8 +18,9 @@ from gw_detectron.weights import (
     load_weights,
     open_checkpoint,
 )
+from gw_detectron.weights.describing import describe_checkpoint
 from gw_detectron.weights.identifying import PREPROCESSING, TORCHVISION
-from gw_detectron.weights.reading import sha256_of
+from gw_detectron.weights.reading import RECORD_KEY, sha256_of
 from gw_detectron.workbench.commands import weights as weights_command
 
 from .synthetic import make_network
@@ -26,6 +29,13 @@ from .synthetic import make_network
 @pytest.fixture(scope="module")
 def converted(r18_file, tmp_path_factory):
     path = tmp_path_factory.mktemp("converted") / "r18.pkl"
+    convert_file(r18_file, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def safe(r18_file, tmp_path_factory):
+    path = tmp_path_factory.mktemp("converted") / "r18.safetensors"
     convert_file(r18_file, path)
     return path
 
@@ -48,6 +58,48 @@ def test_writes_tensors_and_record(r18, r18_file, converted):
     assert {path.name for path in converted.parent.iterdir()} == {"r18.pkl", "r18.yaml"}
     with pytest.raises(ValueError, match="GW:groups=32'.*GW:groups=64"):
         load_weights(converted, norm="GW:groups=32")
+
+
+def test_safetensors_have_the_same_tensors_and_record(converted, safe, detector_cfg):
+    expected = load_weights(converted)
+
+    found = load_weights(safe)
+
+    assert_equal(found.tensors, expected.tensors)
+    assert replace(found, tensors={}) == replace(expected, tensors={})
+    report = load_checkpoint(build_model(detector_cfg), open_checkpoint(safe))
+    assert not report.missing
+    description = describe_checkpoint(safe)
+    assert description["format"] == "safetensors"
+    assert description["preprocessing"]["input_format"] == "RGB"
+    assert sum(description["norms"].values()) == 20
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ("{", "damaged"),
+        ("[1]", "damaged"),
+        ("[" * 100_000, "damaged"),
+        ('{"norms": {"stem.conv1.norm": 1}}', "record of the file"),
+        ('{"preprocessing": {"input_format": "RGB"}}', "record of the file"),
+    ],
+)
+def test_a_damaged_record_of_safetensors_is_an_error(safe, tmp_path, record, message):
+    path = tmp_path / "a.safetensors"
+    tensors = safetensors.torch.load_file(safe)
+    safetensors.torch.save_file(tensors, path, {RECORD_KEY: record})
+
+    with pytest.raises(WeightsFileError, match=message):
+        open_checkpoint(path)
+
+
+def test_safetensors_of_another_program_need_a_conversion(r18, tmp_path):
+    path = tmp_path / "a.safetensors"
+    safetensors.torch.save_file(dict(r18), path, {"format": "pt"})
+
+    with pytest.raises(WeightsFileError, match=f"weights convert {path}"):
+        open_checkpoint(path)
 
 
 def test_stock_detectron2_loads_it_with_the_written_config(
@@ -93,7 +145,7 @@ def test_invalid_weights_write_nothing(r18, tmp_path):
     [
         ("", "", "suffix"),
         ("", "a.pkl", "file not found"),
-        ("r18.pth", "a.pth", ".pkl"),
+        ("r18.pth", "a.pth", ".pkl or .safetensors"),
         ("r18.pth", "own.yaml/a.pkl", "own.yaml/a"),
         ("r18.pth", "own.pkl", "--force"),
         (".", "a.pkl", "'.'"),

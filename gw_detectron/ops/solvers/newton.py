@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..matrices import diagonal, identity_like
+from ..matrices import diagonal, diagonal_values, identity_like
 from ..numerics import zero_variance_threshold
 
 #: a batch of symmetric matrices (N, g, g); for backward two: the matrices and their tangents
@@ -97,7 +97,7 @@ def _inner_product(a: Tensor, b: Tensor) -> Tensor:
 
 def _inverse_trace(sigma: Tensor) -> tuple[Tensor, Tensor]:
     """Return 1 / tr(sigma) and its square root, (..., 1, 1); 0 without variance."""
-    trace = diagonal(sigma).sum(-1)[..., None, None]
+    trace = diagonal_values(sigma).sum(-1)[..., None, None]
     is_zero = trace <= zero_variance_threshold(sigma.dtype)
     # the reciprocal root of infinity is 0, and so is its derivative
     root = trace.masked_fill(is_zero, torch.inf).rsqrt()

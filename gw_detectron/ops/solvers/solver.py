@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_flag, check_integer, check_number
-from ..matrices import diagonal, identity_like, inverse_root, scale_columns, scale_rows
+from ..matrices import (
+    diagonal_values,
+    identity_like,
+    inverse_root,
+    scale_columns,
+    scale_rows,
+)
 from ..numerics import zero_variance_threshold
 from .cholesky import cholesky_whitening, pivoted_cholesky_whitening
 from .eigen import (
@@ -133,7 +139,7 @@ def _inverse_std(sigma: Tensor) -> Tensor:
 
     As the whitening matrix it makes batch whitening BN and Group Whitening GN (Group Whitening, Eqs. 1 and 4).
     """
-    variance = diagonal(sigma)
+    variance = diagonal_values(sigma)
     return inverse_root(variance, variance > zero_variance_threshold(sigma.dtype))
 
 

@@ -28,6 +28,7 @@ from ..dataset.metadata import class_metadata, classes_of
 from ..export import FORMATS, export_backbone, export_detector, read_image_for
 from .parsers import RunParser, new_parser
 
+_WEIGHTS = "safetensors"
 _OF_BACKBONES = ("no_fpn",)
 _OF_DETECTORS = ("one_image", "paste_masks", "image")
 
@@ -52,7 +53,12 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder to create, default: %(default)s",
     )
-    add("--format", choices=FORMATS, default="pt2", help="default: pt2 (torch.export)")
+    add(
+        "--format",
+        choices=(*FORMATS, _WEIGHTS),
+        default="pt2",
+        help=f"default: pt2 (torch.export); {_WEIGHTS}: with --backbone, for MODEL.WEIGHTS",
+    )
     add("--backbone", action="store_true", help="export only the backbone")
     group = parser.add_argument_group("detectors")
     add = group.add_argument
@@ -91,6 +97,10 @@ def main(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{flag}: only works {use} --backbone. Fix: leave it out."
             )
+    if args.format == _WEIGHTS and not args.backbone:
+        raise ConfigError(
+            f"--format {_WEIGHTS}: has the weights of a backbone. Fix: add --backbone."
+        )
     check_folder(args.output)  # before minutes of work
 
     if args.run:

@@ -34,7 +34,7 @@ def get_parser() -> argparse.ArgumentParser:
     add(
         "target",
         metavar="DST",
-        help="a .pkl file to write, for MODEL.WEIGHTS; the config it needs goes beside it",
+        help="a .pkl or .safetensors file to write, for MODEL.WEIGHTS; the config it needs goes beside it",
     )
     add(
         "--norm",

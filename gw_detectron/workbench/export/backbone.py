@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from ...atomic import atomic_folder
 from ...errors import ExportError
 from ...layers import use_backend
 from ...norms.listing import norm_counts
-from ...weights import Preprocessing
+from ...weights import NetworkRecord, Preprocessing, read_weights_file
+from ...weights.converting import write_weights_file
+from ...weights.identifying import norm_record
 from .formats import (
     PARITY,
     ExportedFile,
@@ -124,7 +127,8 @@ def export_backbone(
         output: the folder to create. It may exist if it is empty or holds an earlier export in the
             same format, which is replaced.
         preprocessing: how images become the backbone's input.
-        file_format: ``pt2`` (torch.export) or ``onnx``.
+        file_format: ``pt2`` (torch.export) or ``onnx``; ``safetensors`` writes only the weights,
+            for ``MODEL.WEIGHTS``.
         fpn: False exports the ResNet below an FPN.
         source: origin of the weights, copied to ``parity.json``.
 
@@ -141,7 +145,8 @@ def export_backbone(
     extractor = FeatureExtractor(backbone, preprocessing)
     with atomic_folder(output, (PARITY, file)) as folder:
         _logger.info("Writing %s", file)
-        written = write_program(extractor, folder / file)
+        write = _write_weights if file_format == "safetensors" else write_program
+        written = write(extractor, folder / file)
 
         _logger.info("Comparing feature maps with the model's")
         cases = _check_features(extractor, written)
@@ -154,6 +159,17 @@ def export_backbone(
             "cases": cases,
         }
         return write_parity(folder / file, report, source)
+
+
+def _write_weights(extractor: FeatureExtractor, path: Path) -> ExportedFile:
+    """Write the tensors of a backbone; return the same network with those of the file."""
+    backbone = extractor.backbone
+    record = NetworkRecord(norm_record(backbone), extractor.preprocessing)
+    write_weights_file(path, path.suffix, backbone.state_dict(), record)
+
+    copied = copy.deepcopy(extractor)
+    copied.backbone.load_state_dict(read_weights_file(path).value["model"])
+    return ExportedFile(copied, extractor.describe())
 
 
 def _check_features(

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import safetensors
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
@@ -11,7 +12,14 @@ from PIL import Image
 
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, WeightsError
-from gw_detectron.weights import RUN_RECORD_KEY, RunRecord, load_model
+from gw_detectron.weights import (
+    RUN_RECORD_KEY,
+    Preprocessing,
+    RunRecord,
+    load_checkpoint,
+    load_model,
+    open_checkpoint,
+)
 from gw_detectron.workbench.commands.export import get_parser, main
 
 from ...tiny_run import CONFIG
@@ -99,6 +107,49 @@ def test_a_backbone(trained, tmp_path, capsys, quick_file):
         export(*words, "--backbone", "--one-image")
     with pytest.raises(ConfigError, match="--no-fpn: only works with --backbone"):
         export(*words, "--no-fpn")
+
+
+@pytest.mark.parametrize("parts", [[], ["--no-fpn"]])
+def test_the_weights_of_a_backbone_are_loaded_into_another_detector(
+    cfg, trained, tmp_path, parts
+):
+    model, file = trained
+    words = (file, "--config-file", CONFIG, "--output", tmp_path / "out")
+
+    export(*words, "--backbone", "--format", "safetensors", *parts)
+    weights = tmp_path / "out" / "backbone.safetensors"
+    other = build_model(cfg)
+    report = load_checkpoint(other, open_checkpoint(weights))
+
+    assert not report.missing and not report.unexpected
+    needed = model.backbone.bottom_up if parts else model.backbone
+    loaded = (other.backbone.bottom_up if parts else other.backbone).state_dict()
+    for name, tensor in needed.state_dict().items():
+        assert torch.equal(loaded[name], tensor)
+    record = open_checkpoint(weights).record
+    assert record.preprocessing == Preprocessing.from_config(cfg)
+    with safetensors.safe_open(weights, "pt") as opened:
+        assert opened.metadata()["format"] == "pt"
+
+
+def test_the_weights_of_a_backbone_fit_no_other_norm(cfg, trained, tmp_path):
+    words = (trained[1], "--config-file", CONFIG, "--output", tmp_path / "out")
+    export(*words, "--backbone", "--format", "safetensors")
+    weights = tmp_path / "out" / "backbone.safetensors"
+    other = cfg.clone()
+    other.merge_from_list(["MODEL.RESNETS.WHITEN_NORM", "GW:groups=32"])
+
+    with pytest.raises(WeightsError, match="GW:groups=32"):
+        load_model(with_weights(other, weights), needed="backbone.")
+
+
+def test_a_detector_is_not_exported_as_weights(trained, tmp_path):
+    words = (trained[1], "--config-file", CONFIG, "--output", tmp_path / "out")
+
+    with pytest.raises(ConfigError, match="--format safetensors: .* add --backbone"):
+        export(*words, "--format", "safetensors")
+
+    assert not (tmp_path / "out").exists()
 
 
 def test_flags_and_the_best_weights_of_a_run_reach_the_export(
