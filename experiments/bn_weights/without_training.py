@@ -1,6 +1,8 @@
 """Score trained BN detectors on changed photos, with the photo's statistics mixed in: part 1 of PLAN.md.
 
 python -m experiments.bn_weights.without_training BCCD OUTPUT.csv RUN ...
+
+Rows that the file has already are not computed again.
 """
 
 import contextlib
@@ -87,8 +89,8 @@ def score(model: torch.nn.Module, batches: list, evaluator: COCOEvaluator) -> fl
         return evaluator.evaluate()["bbox"]["AP"]
 
 
-def rows(data: Path, runs: list[Path]) -> Iterator[dict[str, Any]]:
-    """Yield the AP of each run, arm, change and strength."""
+def rows(data: Path, runs: list[Path], done: set[tuple]) -> Iterator[dict[str, Any]]:
+    """Yield the AP of each run, arm, change and strength that is not ``done``."""
     name = "changed_photos"
     register_coco_instances(name, {}, str(data / "test.json"), str(data / "images"))
     for run in runs:
@@ -107,12 +109,19 @@ def rows(data: Path, runs: list[Path]) -> Iterator[dict[str, Any]]:
 
         for change, (_, strengths) in CHANGES.items():
             for strength in strengths:
+                left = [
+                    arm
+                    for arm in ARMS
+                    if (run.name, arm, change, str(strength)) not in done
+                ]
+                if not left:
+                    continue
                 batches = [
                     changed(batch, change, strength, cfg.INPUT.FORMAT == "BGR")
                     for batch in inputs
                 ]
-                for arm, model in models.items():
-                    ap = score(model, batches, evaluator)
+                for arm in left:
+                    ap = score(models[arm], batches, evaluator)
                     yield {
                         "run": run.name,
                         "arm": arm,
@@ -124,10 +133,14 @@ def rows(data: Path, runs: list[Path]) -> Iterator[dict[str, Any]]:
 
 def main(data: str, output: str, *runs: str) -> None:
     fields = ("run", "arm", "change", "strength", "AP")
-    with open(output, "w", newline="") as file:
+    with open(output, "a+", newline="") as file:
+        file.seek(0)
+        earlier = list(csv.DictReader(file))
+        done = {tuple(row[name] for name in fields[:-1]) for row in earlier}
         writer = csv.DictWriter(file, fields, lineterminator="\n")
-        writer.writeheader()
-        for row in rows(Path(data), [Path(run) for run in runs]):
+        if not earlier:
+            writer.writeheader()
+        for row in rows(Path(data), [Path(run) for run in runs], done):
             writer.writerow(row)
             file.flush()
             print(row, flush=True)
