@@ -119,8 +119,9 @@ def _of_folder(folder: Path, images: str) -> Layout:
     if masks is None:
         kinds = Counter(path.suffix.lower() or "without suffix" for path in files)
         counts = [f"{count} {kind}" for kind, count in kinds.most_common()]
+        found = summarize_names(counts) or "no file"
         raise DataError(
-            f"'{folder}': holds no COCO json, VOC xml, YOLO txt or masks, only {summarize_names(counts) or 'nothing'}. "
+            f"'{folder}': holds no COCO json, VOC xml, YOLO txt or masks (found: {found}). "
             "Fix: give the folder of the labels, or one json in COCO format; export others as COCO, VOC or YOLO."
         )
     return masks

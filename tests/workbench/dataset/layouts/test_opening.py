@@ -52,11 +52,11 @@ def yolo(tmp_path):
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({}, "only nothing"),
-        ({"a.jpg": "", "b.csv": "", "c.jpg": ""}, "only 2 .jpg, 1 .csv"),
+        ({}, "found: no file"),
+        ({"a.jpg": "", "b.csv": "", "c.jpg": ""}, "found: 2 .jpg, 1 .csv"),
         # of KITTI
-        ({"a.txt": "Car 0.00 0 -1.57 614.24"}, "only 1 .txt"),
-        ({"a.json": "{}", "b.json": "{}"}, "only 2 .json"),
+        ({"a.txt": "Car 0.00 0 -1.57 614.24"}, "found: 1 .txt"),
+        ({"a.json": "{}", "b.json": "{}"}, "found: 2 .json"),
         ({"a.xml": "<annotation/>", "b.txt": BOX}, "Pascal VOC .* and of YOLO"),
         ({"labels/a.txt": BOX}, "no photos for the labels"),
     ],
