@@ -176,7 +176,9 @@ def existing_path(name: str, path: str, exists: Callable[[str], bool]) -> str:
     """Return the absolute path of a local file or folder that ``exists``, by os.path; ``name`` is its flag."""
     found = os.path.abspath(os.path.expanduser(path))
     if not exists(found):
-        kind = "file" if exists is os.path.isfile else "folder"
+        kind = "file or folder"
+        if exists is not os.path.exists:
+            kind = "file" if exists is os.path.isfile else "folder"
         raise MissingFileError(
             f"{name} ('{path}'): no {kind} '{found}'. Fix: give an existing {kind}."
         )

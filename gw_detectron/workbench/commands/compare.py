@@ -121,7 +121,7 @@ def get_parser() -> argparse.ArgumentParser:
     add(
         "--test-images",
         metavar="DIR",
-        help="the folder that file_name in --test-json is relative to",
+        help="the folder of the photos of --test-json",
     )
     add(
         "opts",

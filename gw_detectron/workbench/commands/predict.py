@@ -68,7 +68,7 @@ def get_parser() -> argparse.ArgumentParser:
     add(
         "--preview",
         metavar="JSON",
-        help="draw up to 50 images with the annotations of this COCO file",
+        help="draw up to 50 images with these labels: a COCO json, or a folder as for --train-json",
     )
     add(
         "--tiles",

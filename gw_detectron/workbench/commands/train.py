@@ -39,10 +39,16 @@ _SWITCHES = {
     "Equal runs also need an equal SEED. Without SEED a random one is used, which gw-detectron weights describe prints",
 }
 _DATASETS = {
-    "train-json": ("FILE", "annotations to train on"),
-    "train-images": ("DIR", "the folder that file_name in --train-json is relative to"),
-    "val-json": ("FILE", "annotations to evaluate on"),
-    "val-images": ("DIR", "the folder that file_name in --val-json is relative to"),
+    "train-json": (
+        "FILE",
+        "labels to train on: a COCO json, YOLO's data.yaml, or a folder of Pascal VOC, YOLO or masks",
+    ),
+    "train-images": (
+        "DIR",
+        "the folder of the photos, to which file_name in a json is relative",
+    ),
+    "val-json": ("FILE", "labels to evaluate on; default: val of a data.yaml"),
+    "val-images": ("DIR", "the folder of the photos of --val-json"),
     "dataset": (
         "NAME",
         "the datasets are named NAME_train and NAME_val (default: custom)",
@@ -102,7 +108,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the user's own data, :data:`DATASET_FLAGS`."""
     own = parser.add_argument_group(
         "your own data",
-        "datasets in COCO format; they set DATASETS and NUM_CLASSES, see docs/your_data.md",
+        "photos with labels; they set DATASETS and NUM_CLASSES, see docs/your_data.md",
     )
     for name, (metavar, text) in _DATASETS.items():
         own.add_argument(f"--{name}", metavar=metavar, help=text)

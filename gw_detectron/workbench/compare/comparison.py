@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,11 +31,15 @@ from ...weights.opening import local_file
 from ...weights.reading import sha256_of
 from ...weights.recording import software_versions
 from ..console import safe_imports
+from ..dataset.datasets_yaml import DATASETS_FILE
+from ..dataset.layouts import YAML, is_layout
 from ..dataset.registration import record_datasets
+from ..dataset.source import own_source
 from ..report.html import write_page
 from ..run import RunRequest, prepare
 from ..run.checks import check_run
 from ..run.folder import lock_output
+from ..run.request import DatasetFlags
 from .jobs import measure, train
 from .plan import SEARCH_SEED, Costs, Job, Plan, check_plan, norm_keys, schedule_keys
 from .processes import RESULT, Processes, read_result, result_of, stop, write_json
@@ -70,6 +74,7 @@ class Comparison:
         seeds: scored runs of each norm; 0 means 3, and with ``minutes`` as many as the time allows.
         jobs: runs side by side.
         equal_time: also compare after equal time: faster norms are trained for more iterations.
+        datasets: a yaml of the images that are ``scored`` or not, in place of the flags.
     """
 
     config_file: str
@@ -84,6 +89,7 @@ class Comparison:
     seeds: int = 0
     jobs: int = 1
     equal_time: bool = True
+    datasets: Mapping[bool, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -93,8 +99,11 @@ class Comparison:
         self, folder: Path, keys: Mapping[str, Any], *, scored: bool
     ) -> RunRequest:
         """Return a run in a folder: the keys come after the user's, except for periods."""
-        images = self.test if scored else {}
+        images = {"val_images": None, **self.test} if scored and self.test else {}
         flags = {**self.flags, **images, "config_file": self.config_file}
+        if self.datasets:
+            flags |= dict.fromkeys(each.name for each in fields(DatasetFlags))
+            flags["datasets"] = self.datasets[scored and bool(self.test)]
         opts = list(self.opts)
         for key, value in {**keys, "OUTPUT_DIR": str(folder)}.items():
             is_chosen = key.endswith("_PERIOD") and key in self.opts
@@ -125,6 +134,7 @@ def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
     with safe_imports(), contextlib.closing(lock_output(str(what.folder))):
         remove_unfinished(what.folder)
         begin = time.monotonic()
+        what = _read_labels_once(what, cfg)
         settings = _settings(what, cfg, rates, processes, report)
         costs = Costs(**settings["costs"])
         times = costs.times if what.equal_time else {}
@@ -186,8 +196,16 @@ def _check(what: Comparison) -> None:
             raise ConfigError(
                 "--test-json: needs --val-json for the rates, not --val-fraction or --datasets."
             )
-        existing_path("--test-json", what.test.get("val_json", ""), os.path.isfile)
-        existing_path("--test-images", what.test.get("val_images", ""), os.path.isdir)
+        labels = what.test.get("val_json", "")
+        labels = existing_path("--test-json", labels, os.path.exists)
+        if "val_images" in what.test or not is_layout(labels):
+            images = what.test.get("val_images", "")
+            existing_path("--test-images", images, os.path.isdir)
+        if labels.endswith(YAML):
+            raise ConfigError(
+                f"--test-json ('{labels}'): a data.yaml has photos to train and to choose the rates. Fix: give the "
+                "folder of the labels to score on."
+            )
 
 
 def _checked_config(what: Comparison, report: Report) -> CfgNode:
@@ -232,6 +250,20 @@ def _check_norm(
         found.errors = errors
         found.raise_errors()
     warnings |= dict.fromkeys(found.warnings)
+
+
+def _read_labels_once(what: Comparison, cfg: CfgNode) -> Comparison:
+    """Write labels that are not a COCO json to the comparison's folder, for all its runs."""
+    sources = map(own_source, (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
+    if not any(source is not None and source.layout for source in sources):
+        return what
+    files = {}
+    for scored in (True, False) if what.test else (False,):
+        folder = what.folder / "labels" / ("scored" if scored else "search")
+        prepared = prepare(what.request(folder, {}, scored=scored))
+        record_datasets(prepared.cfg, str(folder))
+        files[scored] = str(folder / DATASETS_FILE)
+    return replace(what, datasets=files)
 
 
 def _settings(

@@ -70,6 +70,20 @@ def category_names(content: Any) -> dict[int, str]:
         return {}
 
 
+def number_alike(content: Any, classes: Mapping[int, str]) -> Any:
+    """Give categories the ids of ``classes`` by their names, if all names are among them."""
+    numbers = {name: number for number, name in classes.items()}
+    own = category_names(content)
+    if own.items() <= classes.items() or not numbers.keys() >= {*own.values()}:
+        return content
+    categories = [{"id": numbers[name], "name": name} for name in own.values()]
+    annotations = []
+    for annotation in content["annotations"]:
+        number = numbers[own[annotation["category_id"]]]
+        annotations.append({**annotation, "category_id": number})
+    return {**content, "categories": categories, "annotations": annotations}
+
+
 def is_match_id(number: Any) -> bool:
     """Return whether COCO's evaluation counts a match of an annotation with this id."""
     return type(number) is int and 0 < number <= LARGEST_ID

@@ -266,8 +266,8 @@ def _different_classes(
         if missing or added:
             difference = f"missing: {missing or 'none'}; added: {added or 'none'}"
         yield (
-            f"DATASETS ('{name}'): other classes than {first}: {difference}. Fix: give it the same list of categories; "
-            "a category may have no object."
+            f"DATASETS ('{name}'): other classes than {first}: {difference}. Fix: give it the same list of categories "
+            "(Pascal VOC: in a classes.txt); a category may have no object."
         )
 
 

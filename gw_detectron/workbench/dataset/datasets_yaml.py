@@ -11,6 +11,7 @@ import yaml
 from ...atomic import atomic_write
 from ...config import parse_config
 from ...errors import ConfigError, check_fraction, existing_path, similar_names
+from .layouts import is_layout
 
 DATASETS_FILE = "datasets.yaml"  # in a run folder, beside config.yaml
 _PATHS = ("json", "images")
@@ -18,10 +19,11 @@ _PATHS = ("json", "images")
 
 @dataclass(frozen=True)
 class CocoDataset:
-    """A dataset in COCO format, as a user names it."""
+    """A dataset as a user names it."""
 
-    json: str  # the annotation file
-    images: str  # the folder to which file_name in it is relative
+    json: str  # the annotation file in COCO format, or a folder or file of other labels
+    # the folder to which file_name is relative; "": of the labels
+    images: str = ""
     # share of the images that become a dataset of their own, for validation
     val_fraction: float = 0.0
     # default: from the file's categories
@@ -79,6 +81,10 @@ def read_datasets(path: str) -> CocoDatasets:
     path = existing_path("--datasets", path, os.path.isfile)
     with open(path, encoding="utf-8", errors="replace") as file:
         tree = parse_config(file.read(), path)
+    if "names" in tree:
+        raise ConfigError(
+            f"--datasets ('{path}'): a data.yaml of YOLO. Fix: give it to --train-json."
+        )
     _check_keys(tree, ("train", "val"), path, "")
 
     datasets = CocoDatasets()
@@ -94,9 +100,8 @@ def read_datasets(path: str) -> CocoDatasets:
 
 def _read_dataset(given: Any, role: str, name: str, path: str) -> CocoDataset:
     key = f"{role}.{name}"
-    if not isinstance(given, dict) or not all(
-        isinstance(given.get(p), str) for p in _PATHS
-    ):
+    is_mapping = isinstance(given, dict)
+    if not is_mapping or not all(isinstance(given.get(p, ""), str) for p in _PATHS):
         raise ConfigError(
             f"'{path}', {key}: expected json: FILE and images: FOLDER below it."
         )
@@ -109,10 +114,15 @@ def _read_dataset(given: Any, role: str, name: str, path: str) -> CocoDataset:
 
     folder = os.path.dirname(path)
     absolute = {}
-    for part in _PATHS:
-        path = os.path.expanduser(given[part])
+    for part in filter(given.get, _PATHS):
+        name = os.path.expanduser(given[part])
         absolute[part] = (
-            path if "://" in path else os.path.abspath(os.path.join(folder, path))
+            name if "://" in name else os.path.abspath(os.path.join(folder, name))
+        )
+    labels = absolute.get("json")
+    if labels is None or not ("images" in absolute or is_layout(labels)):
+        raise ConfigError(
+            f"'{path}', {key}: expected json: FILE and images: FOLDER below it, or json: FOLDER of labels."
         )
     return CocoDataset(**given | absolute)
 

@@ -19,9 +19,10 @@ from ...errors import ConfigError, DataError
 from ...modeling.build import object_count_keys
 from ...weights.opening import is_detector
 from ..images import evenly_spread, is_deep
-from .coco_content import complete_coco, read_json
+from .coco_content import complete_coco
 from .datasets_yaml import CocoDataset
 from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, join_fingerprints
+from .layouts import read_labels
 from .registration import open_dataset
 from .source import CocoSource
 
@@ -60,7 +61,7 @@ def auto_config(
 
     Args:
         cfg: Detectron2's config with this package's keys, not frozen. ``MODEL.DEVICE`` bounds image size and regions.
-        json: the annotation file to train on; ``file_name`` in it is relative to the folder ``images``.
+        json: the annotation file to train on, or a folder of labels; ``file_name`` is relative to ``images``.
         images: see ``json``.
         epochs: passes over the images; default: by their number.
         given: keys that keep their values.
@@ -71,8 +72,9 @@ def auto_config(
     Raises:
         DataError: the file is not in COCO format, or has no object to learn from.
     """
-    content, _ = complete_coco(read_json(os.fspath(json)))
-    source = CocoSource(CocoDataset(os.fspath(json), os.fspath(images)), content)
+    labels = read_labels(os.fspath(json), os.fspath(images))
+    content, _ = complete_coco(labels.content)
+    source = CocoSource(CocoDataset(labels.path, labels.images), content)
     reasons = apply_recipe(cfg, [source], epochs=epochs, given=given)
     for line in reasons.values():
         log.info(line)

@@ -9,14 +9,20 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from ...errors import ConfigError, DataError
-from .coco_content import category_names, complete_coco, read_json, split_coco
+from .coco_content import (
+    category_names,
+    complete_coco,
+    number_alike,
+    read_json,
+    split_coco,
+)
 from .datasets_yaml import CocoDataset, CocoDatasets, write_datasets
+from .layouts import LabelSet, is_layout, read_labels
 from .metadata import coco_metadata
 from .source import CocoSource, own_source
 
@@ -58,12 +64,17 @@ def _open_all(
 
     for role, named in vars(datasets).items():
         for name, given in named.items():
-            dataset = replace(
-                given, json=_absolute(given.json), images=_absolute(given.images)
-            )
-            content, error = read(dataset.json)
+            path = _absolute(given.json)
+            # a data.yaml has parts; a json that has both roles is read once
+            section = role if is_layout(path) else ""
+            labels, error = read(path, _absolute(given.images), section)
+            dataset = replace(given, json=labels.path, images=labels.images)
+            content = labels.content
+            if labels.layout:
+                content = number_alike(content, classes)
             classes = classes or category_names(content)
             completed, notes = complete_coco(content, classes)
+            labels = labels._replace(content=completed, notes=[*labels.notes, *notes])
 
             if dataset.val_fraction:
                 if error is not None:
@@ -71,34 +82,29 @@ def _open_all(
                 halves = split_coco(completed, dataset.val_fraction)
                 names = {"train": name, "val": f"{name.removesuffix('_train')}_val"}
                 for (part, own), half in zip(names.items(), halves, strict=True):
-                    source = _derive(own, dataset, half, folder, notes, part)
-                    yield part, own, source
-            elif completed is content:
+                    labels = labels._replace(content=half)
+                    yield part, own, _derive(own, dataset, labels, folder, part)
+            elif completed is content and not labels.layout:
                 yield role, name, CocoSource(dataset, content, error=error)
             else:
-                yield role, name, _derive(name, dataset, completed, folder, notes)
+                yield role, name, _derive(name, dataset, labels, folder)
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path of a local file or folder, which a record elsewhere can name."""
-    return path if "://" in path else os.path.abspath(path)
+    """Return the absolute path of a local file or folder, which a record elsewhere can name; "" of none."""
+    return path if "://" in path or not path else os.path.abspath(path)
 
 
-def _try_read(path: str) -> tuple[Any, Exception | None]:
-    """Return the content of a file, or the error of reading it, which the checks report."""
+def _try_read(path: str, images: str, part: str) -> tuple[LabelSet, Exception | None]:
+    """Return the labels of a file or folder, or the error of reading them, which the checks report."""
     try:
-        return read_json(path), None
-    except (OSError, DataError) as error:
-        return None, error
+        return read_labels(path, images, part), None
+    except (OSError, ConfigError, DataError) as error:
+        return LabelSet(None, path, images), error
 
 
 def _derive(
-    name: str,
-    dataset: CocoDataset,
-    content: Any,
-    folder: str,
-    notes: list[str],
-    part: str = "",
+    name: str, dataset: CocoDataset, labels: LabelSet, folder: str, part: str = ""
 ) -> CocoSource:
     """Return the source of a file in the run folder that is derived from a dataset's."""
     path = os.path.join(os.path.abspath(folder), "datasets", f"{name}.json")
@@ -107,7 +113,14 @@ def _derive(
             f"dataset ('{name}'): the run would replace its file '{path}'. Fix: give another OUTPUT_DIR."
         )
     own = replace(dataset, json=path, val_fraction=0.0)
-    return CocoSource(own, content, derived_from=dataset.json, notes=notes, part=part)
+    return CocoSource(
+        own,
+        labels.content,
+        derived_from=dataset.json,
+        layout=labels.layout,
+        notes=labels.notes,
+        part=part,
+    )
 
 
 def _register(name: str, source: CocoSource) -> None:

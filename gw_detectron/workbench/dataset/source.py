@@ -11,9 +11,9 @@ from typing import Any
 from detectron2.data import DatasetCatalog
 
 from ...atomic import atomic_write
-from ...errors import DataError
+from ...errors import DataError, summarize_names
 from ...weights.reading import sha256_of
-from .coco_content import content_to_records, read_json
+from .coco_content import category_names, content_to_records, read_json
 from .datasets_yaml import CocoDataset
 from .fingerprint import Fingerprint, read_fingerprint
 
@@ -28,7 +28,8 @@ class CocoSource:
     Args:
         dataset: the dataset; its ``json`` is the user's file, or the file in the run folder that is derived from it.
         content: the parsed file, complete if the file is derived; None if it could not be read because of ``error``.
-        derived_from: the user's file, if ``dataset`` has another one.
+        derived_from: the user's file or folder, if ``dataset`` has another file.
+        layout: how the labels in it are laid out, "" for a COCO json.
         notes: what the completion replaced, a sentence each.
         part: ``train`` or ``val`` of a split file, else "".
         is_filled_in: :func:`.coco_content.complete_coco` has seen the content.
@@ -40,6 +41,7 @@ class CocoSource:
         content: Any,
         *,
         derived_from: str = "",
+        layout: str = "",
         notes: Sequence[str] = (),
         error: Exception | None = None,
         part: str = "",
@@ -47,6 +49,7 @@ class CocoSource:
     ) -> None:
         self.dataset = dataset
         self.origin = derived_from or dataset.json
+        self.layout = layout
         self.notes = list(notes)
         self.error = error
         self.part = part
@@ -88,7 +91,7 @@ class CocoSource:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
             temporary.write_bytes(self._text())
-        log.info("'%s': written from '%s'", path, self.origin)
+        log.info("'%s': written from '%s'%s", path, self.origin, self._summary())
         self._is_written = True
         self._release()
 
@@ -97,6 +100,17 @@ class CocoSource:
         if self._is_written:
             return sha256_of(self.dataset.json)
         return hashlib.sha256(self._text()).hexdigest()
+
+    def _summary(self) -> str:
+        """Say what was read of labels that are not a COCO json."""
+        if not self.layout:
+            return ""
+        names = category_names(self._content)
+        photos, objects = (len(self._content[key]) for key in ("images", "annotations"))
+        return (
+            f": {self.layout}, {photos:,} photos, {objects:,} objects, "
+            f"classes: {summarize_names(map(str, names.values()))}"
+        )
 
     def _text(self) -> bytes:
         return json.dumps(self._content).encode()

@@ -17,8 +17,8 @@ from ..dataset.coco_content import (
     category_names,
     complete_coco,
     content_to_records,
-    read_json,
 )
+from ..dataset.layouts import read_labels
 from ..images import evenly_spread, read_image
 from ..images.drawing import draw_record
 from .results_folder import COUNTS, PICTURES, write_counts
@@ -35,20 +35,21 @@ def write_preview(
 ) -> int:
     """Draw annotations of at most ``limit`` images; return the number of ``pictures``.
 
-    They are of images that are evenly spread over ``annotations``, a file in COCO format; its
-    ``file_name`` is relative to the folder ``images``. ``counts.csv`` counts all objects that can
+    They are of images that are evenly spread over ``annotations``, a file in COCO format or a
+    folder of labels; ``file_name`` is relative to the folder ``images``. ``counts.csv`` counts all objects that can
     be drawn. An earlier preview is replaced.
     """
     require_packages("pictures", "cv2")
     check_replaceable(Path(output), _FILES)
-    json_file = existing_path("--preview", annotations, os.path.isfile)
+    labels_path = existing_path("--preview", annotations, os.path.exists)
     images = existing_path(
         "RUN, with --preview the folder of images", images, os.path.isdir
     )
 
     with atomic_folder(output, _FILES) as folder:
         try:
-            content = complete_coco(_drawable(read_json(json_file)))[0]
+            labels = read_labels(labels_path, images)
+            content = complete_coco(_drawable(labels.content))[0]
             names = category_names(content)
             records = content_to_records(content, images)
             objects = [row for row in content["annotations"] if not row.get("iscrowd")]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from ...errors import ConfigError, check_fraction, existing_path
 from ..dataset.datasets_yaml import CocoDataset, CocoDatasets, read_datasets
+from ..dataset.layouts import is_layout, names_validation
 
 
 @dataclass(frozen=True)
@@ -41,35 +42,40 @@ class DatasetFlags:
             self.val_json is None or self.val_fraction is not None
         ):
             raise ConfigError(f"{given[0]}: needs --train-json.")
-        if self.train_json is not None and (self.val_json is None) == (
+        val_json = self.val_json
+        if val_json is None and self.val_fraction is None:
+            # YOLO's data.yaml may name photos for it
+            val_json = self.train_json if names_validation(self.train_json) else None
+        if self.train_json is not None and (val_json is None) == (
             self.val_fraction is None
         ):
             raise ConfigError(
                 "--train-json: needs either --val-json or --val-fraction, e.g. 0.1 for a tenth of the images"
             )
         train = self._read_side("train", self.train_json, self.train_images)
-        val = self._read_side("val", self.val_json, self.val_images)
+        val = self._read_side("val", val_json, self.val_images)
         return CocoDatasets(train, val)
 
     def _read_side(
         self, side: str, annotations: str | None, images: str | None
     ) -> dict[str, CocoDataset]:
-        if (annotations is None) != (images is None):
+        if annotations is None and images is None:
+            return {}
+        labels = ""
+        if annotations is not None:
+            labels = existing_path(f"--{side}-json", annotations, os.path.exists)
+        if annotations is None or (images is None and not is_layout(labels)):
             missing = "json" if annotations is None else "images"
             raise ConfigError(
                 f"--{side}-{missing}: not given. Fix: give --{side}-json and --{side}-images together."
             )
-        if annotations is None or images is None:
-            return {}
+        if images is not None:
+            images = existing_path(f"--{side}-images", images, os.path.isdir)
 
         val_fraction = self.val_fraction if side == "train" else None
         if val_fraction is not None:
             check_fraction("--val-fraction", val_fraction)
-        dataset = CocoDataset(
-            existing_path(f"--{side}-json", annotations, os.path.isfile),
-            existing_path(f"--{side}-images", images, os.path.isdir),
-            val_fraction or 0.0,
-        )
+        dataset = CocoDataset(labels, images or "", val_fraction or 0.0)
         name = "custom" if self.dataset is None else self.dataset
         return {f"{name}_{side}": dataset}
 

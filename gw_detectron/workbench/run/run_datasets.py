@@ -14,9 +14,9 @@ from ...atomic import atomic_write
 from ...errors import ConfigError, DataError, summarize_names
 from ...modeling.build import object_count_keys
 from ...weights.opening import local_file
-from ...weights.reading import sha256_of
 from ..dataset.coco_content import MALFORMED, read_json
 from ..dataset.datasets_yaml import DATASETS_FILE, CocoDatasets, read_datasets
+from ..dataset.layouts import labels_digest
 from ..dataset.registration import register_datasets
 from ..dataset.source import own_source
 from .request import RunRequest
@@ -102,13 +102,14 @@ def record_sources(cfg: CfgNode, folder: str) -> None:
     sources = {}
     for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
         source = own_source(name)
-        if source is None or not os.path.isfile(source.origin):
+        if source is None or not os.path.exists(source.origin):
             continue
         is_derived = Path(source.origin).is_relative_to(output)
         if is_derived and name in known:  # a resumed or evaluated run
             sources[name] = known[name]
         else:
-            sources[name] = [source.origin, sha256_of(source.origin)]
+            digest = labels_digest(source.origin, source.dataset.images)
+            sources[name] = [source.origin, digest]
     with atomic_write(Path(folder, _SOURCES)) as temporary:
         temporary.write_text(json.dumps(sources, indent=2))
 
@@ -117,7 +118,9 @@ def _note_changed_labels(record: Path) -> None:
     """Let the checks tell which labels are scored, if the user's files have changed since the run."""
     for name, (file, digest) in _read_sources(record).items():
         source = own_source(name)
-        if source is None or not os.path.isfile(file) or sha256_of(file) == digest:
+        if source is None or not os.path.exists(file):
+            continue
+        if labels_digest(file, source.dataset.images) == digest:
             continue
         if source.dataset.json == file:
             labels = "and the scores of the training are by the earlier labels"

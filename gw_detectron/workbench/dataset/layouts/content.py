@@ -1,0 +1,76 @@
+"""The content of a COCO file in the making, and what is known of labels before they are read."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...console import progress_bar
+from ...images import read_header
+
+_ANY_BITS = (0.0, 100.0)  # only the size is read
+
+
+def with_progress(photos: Mapping[Path, Any]) -> Iterator[tuple[Path, Any]]:
+    """Yield photos with their labels, with a progress bar on a terminal: masks take minutes."""
+    yield from progress_bar(photos.items(), desc="reading labels", unit="photo")
+
+
+class ContentBuilder:
+    """Content of a COCO file in the making; ``file_name`` is relative to ``root``."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.images: list[dict[str, Any]] = []
+        self.annotations: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+
+    def add_photo(self, path: Path) -> dict[str, Any]:
+        """Add a photo by the size in its header; return its record."""
+        header = read_header(path, _ANY_BITS)
+        image = {
+            "id": len(self.images) + 1,
+            "file_name": os.path.relpath(path, self.root),
+            "width": header.width,
+            "height": header.height,
+        }
+        self.images.append(image)
+        return image
+
+    def add_object(
+        self, image: dict[str, Any], category: int, box: list[float], **fields: Any
+    ) -> None:
+        """Add an object of a photo; its class is an index."""
+        self.annotations.append(
+            {
+                "id": len(self.annotations) + 1,
+                "image_id": image["id"],
+                "category_id": category + 1,
+                "bbox": box,
+                "iscrowd": 0,
+                **fields,
+            }
+        )
+
+    def content(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the content, with the names of the classes."""
+        categories = [
+            {"id": number, "name": name} for number, name in enumerate(names, start=1)
+        ]
+        return {
+            "images": self.images,
+            "annotations": self.annotations,
+            "categories": categories,
+        }
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Labels that are recognized, but not read."""
+
+    name: str
+    files: Sequence[Path]  # of the labels
+    root: str  # the folder to which file_name is relative
+    # adds photos and objects, and returns the names of the classes; None for a COCO json
+    read: Callable[[ContentBuilder], list[str]] | None = None

@@ -1,0 +1,125 @@
+"""YOLO's data.yaml, lists of photos, and files of class names."""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ....config import parse_config
+from ....errors import ConfigError, DataError
+from .files import list_files, only_images, read_text
+
+YAML = (".yaml", ".yml")
+_NAME_FILES = ("classes.txt", "obj.names", "*.names", "_darknet.labels")
+
+
+def photos_of_part(path: Path, tree: Mapping[str, Any], part: str) -> list[Path]:
+    """List the photos of ``train`` or ``val`` of a data.yaml: of folders, or of files that list photos."""
+    given = tree.get(part)
+    entries: list[Any] = given if isinstance(given, list) else [given]
+    if not entries or not all(isinstance(entry, str) for entry in entries):
+        raise ConfigError(
+            f"'{path}', {part} ({given!r}): not a folder or list of folders. Fix: correct it; for a share of the "
+            "training images, give --val-fraction."
+        )
+    base = path.parent / os.path.expanduser(str(tree.get("path") or ""))
+    photos: list[Path] = []
+    for entry in entries:
+        # exports have ../train for the folder train beside the yaml, or a path of another machine
+        parts = [name for name in Path(entry).parts if name != ".."]
+        ends = [Path(*parts[start:]) for start in range(max(1, len(parts) - 1))]
+        places = [base / entry, *(path.parent / end for end in ends)]
+        found = next((each for each in places if each.exists()), None)
+        if found is None:
+            raise DataError(
+                f"'{path}', {part} ('{entry}'): no folder '{places[0]}'. Fix: correct path and {part} in the yaml, or "
+                "give the folder of the photos (--train-images)."
+            )
+        is_list = found.is_file()
+        photos += listed_photos(found) if is_list else only_images(list_files(found))
+    if not photos:
+        raise DataError(
+            f"'{path}', {part} ('{given}'): holds no photos. Fix: correct it."
+        )
+    return photos
+
+
+def listed_photos(path: Path) -> list[Path]:
+    """Return the photos that a text file lists, relative to its folder or the one above."""
+    photos = []
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        name = line.strip()
+        if not name:
+            continue
+        places = [path.parent / name, path.parent.parent / name]
+        photo = next((place for place in places if place.is_file()), None)
+        if photo is None:
+            raise DataError(
+                f"'{path}', line {number}: no photo '{places[0]}'. Fix: correct the line."
+            )
+        photos.append(photo)
+    return photos
+
+
+def read_data_yaml(path: Path) -> dict[str, Any]:
+    """Read YOLO's data.yaml; another yaml is a ConfigError. Its ``download`` is not run."""
+    tree = parse_config(read_text(path), str(path))
+    if "names" not in tree:
+        raise ConfigError(
+            f"'{path}': no names of classes, so it is not a data.yaml of YOLO. Fix: give one; a yaml with json and "
+            "images belongs to --datasets."
+        )
+    if "kpt_shape" in tree:
+        raise ConfigError(
+            f"'{path}', kpt_shape: keypoints of YOLO are not read. Fix: export them as a COCO json."
+        )
+    return tree
+
+
+def names_in(tree: Mapping[str, Any], path: Path) -> list[str]:
+    """Return the class names of a data.yaml in the order of their numbers."""
+    names = tree["names"]
+    if isinstance(names, dict):
+        numbers = {str(number): name for number, name in names.items()}
+        names = [numbers.get(str(number)) for number in range(len(names))]
+    given = names if isinstance(names, list) else []
+    names = [str(name) if type(name) in (int, float) else name for name in given]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"'{path}', names: not a list of texts, or numbers from 0 without a gap. Fix: write names: [cat, dog], "
+            "and yes, no, on and off in quotes."
+        )
+    count = tree.get("nc", len(names))
+    if count != len(names):
+        raise ConfigError(
+            f"'{path}', nc ({count}): names has {len(names)} classes. Fix: correct one of them."
+        )
+    return names
+
+
+def find_names(folder: Path) -> tuple[list[str], Path | None]:
+    """Find the class names and their file in a folder, or up to two folders above it; [] without."""
+    for place in (folder, *folder.parents[:2]):
+        for path in _yamls(place):
+            # a yaml of another program
+            with contextlib.suppress(ConfigError, DataError):
+                return names_in(read_data_yaml(path), path), path
+        for pattern in _NAME_FILES:
+            for path in sorted(place.glob(pattern)):
+                lines = [line.strip() for line in read_text(path).splitlines()]
+                return list(filter(None, lines)), path
+    return [], None
+
+
+def yaml_of_folder(folder: Path) -> Path | None:
+    """Return the data.yaml in a folder that names the photos of its parts, or None."""
+    for path in _yamls(folder):
+        with contextlib.suppress(ConfigError, DataError):
+            if {"train", "val"} & read_data_yaml(path).keys():
+                return path
+    return None
+
+
+def _yamls(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.y*ml") if path.suffix in YAML)

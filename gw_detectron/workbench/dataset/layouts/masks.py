@@ -1,0 +1,188 @@
+"""Mask images: one file for each object, or one image for each photo with a number for each object."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pycocotools.mask as mask_util
+
+from ....errors import DataError
+from ...images.headers import image_errors, open_header
+from .content import ContentBuilder, Layout, with_progress
+from .files import (
+    MASK_NAME,
+    find_photos,
+    no_photo,
+    note_left_out,
+    only_images,
+    photos_of,
+)
+
+CLASS_NAME = "object"  # masks have no names
+
+
+def masks_layout(folder: Path, files: Iterable[Path], images: str) -> Layout | None:
+    """Return the layout of a folder with mask images among its ``files``; None without."""
+    pictures = only_images(files)
+    masks = [path for path in pictures if _is_mask(path, folder)]
+    is_apart = images and not Path(images).is_relative_to(folder)
+    if is_apart or (not masks and MASK_NAME.search(folder.name)):
+        masks = pictures
+    if not masks:
+        return None
+    root, photos = photos_of(folder, images, masks)
+    photos = [photo for photo in photos if not _is_mask(photo, Path(root))]
+
+    def read(builder: ContentBuilder) -> list[str]:
+        return _read_masks(_masks_of_photos(masks, photos, builder.notes), builder)
+
+    return Layout("masks", masks, root, read)
+
+
+def _is_mask(path: Path, folder: Path) -> bool:
+    """Return whether an image below a folder is a mask by its name, or by that of a folder between."""
+    names = (*path.relative_to(folder).parent.parts, path.stem)
+    return any(map(MASK_NAME.search, names))
+
+
+def _masks_of_photos(
+    masks: Sequence[Path], photos: Sequence[Path], notes: list[str]
+) -> dict[Path, list[Path]]:
+    """Return the masks of each photo.
+
+    They have its name, are in a folder of its name, or in a folder beside its own, as in NAME/images/NAME.png and
+    NAME/masks/*.png.
+    """
+    stems = {mask: _stem(mask) for mask in masks}
+    found = find_photos(stems, photos)
+    by_folder = find_photos({mask.parent: mask.parent.name for mask in masks}, photos)
+    families: dict[Path, list[Path]] = defaultdict(list)
+    for photo in photos:
+        families[photo.parent].append(photo)
+        families[photo.parent.parent].append(photo)
+
+    owned: dict[Path, list[Path]] = defaultdict(list)
+    without_photo: list[str] = []
+    for mask in masks:
+        family = families[mask.parent.parent]
+        only = family[0] if len(family) == 1 else None
+        owner = by_folder.get(mask.parent) or found.get(mask) or only
+        if owner is None:
+            without_photo.append(mask.name)
+        else:
+            owned[owner].append(mask)
+    if not owned:
+        raise no_photo(masks, photos)
+    for photo, files in owned.items():
+        first, last = files[0], files[-1]
+        if first.parent != last.parent:
+            raise DataError(
+                f"'{first}' and '{last}': both are masks of '{photo}'. Fix: give the folder of one of them."
+            )
+
+    note_left_out(without_photo, "masks without a photo", notes)
+    without_mask = [photo.name for photo in photos if photo not in owned]
+    note_left_out(without_mask, "photos without masks", notes)
+    return dict(sorted(owned.items()))
+
+
+def _read_masks(
+    owned: Mapping[Path, Sequence[Path]], builder: ContentBuilder
+) -> list[str]:
+    """Add photos with their masks; return the name of the only class."""
+    counts = []
+    for photo, masks in with_progress(owned):
+        image = builder.add_photo(photo)
+        size = (image["height"], image["width"])
+        before = len(builder.annotations)
+        is_numbered = len(masks) == 1 and photo.name.startswith(_stem(masks[0]))
+        for mask in masks:
+            pixels = _read_numbers(mask) if is_numbered else _read_object(mask)
+            if pixels.shape != size:
+                raise DataError(
+                    f"'{mask}' has {_described(pixels.shape)} pixels, '{photo}' {_described(size)} (after EXIF "
+                    "rotation). Fix: give masks of the size of the photo."
+                )
+            _add_objects(builder, image, pixels)
+        if is_numbered:
+            counts.append(len(builder.annotations) - before)
+
+    if max(counts, default=0) == 1:
+        builder.notes.append(
+            "Each mask image has one object. If objects share a number, give each one a number of its own."
+        )
+    return [CLASS_NAME]
+
+
+def _stem(mask: Path) -> str:
+    """Return the name of a mask without what says that it is one, as in NAME_mask.png or NAME_mask_2.png."""
+    return MASK_NAME.sub("", mask.stem)
+
+
+def _described(size: tuple[int, ...]) -> str:
+    return f"{size[1]} x {size[0]}"
+
+
+def _read_numbers(path: Path) -> np.ndarray:
+    """Read a mask with a whole number for each object, 0 elsewhere."""
+    with image_errors(path), open_header(path) as image:
+        mode = image.mode
+        has_channels = len(image.getbands()) > 1
+        pixels = np.asarray(image.convert("RGB") if has_channels else image)
+    if has_channels:
+        if (pixels != pixels[..., :1]).any():
+            raise DataError(
+                f"'{path}': has colors (mode {mode}), not numbers of objects. Fix: save one channel with a number "
+                "for each object."
+            )
+        pixels = pixels[..., 0]
+    if mode == "P":
+        # outlines in Pascal VOC
+        pixels = np.where(pixels == 255, 0, pixels)
+    if pixels.dtype.kind == "f" and not (pixels == np.floor(pixels)).all():
+        raise DataError(
+            f"'{path}': has fractions, not numbers of objects. Fix: save whole numbers."
+        )
+    return pixels
+
+
+def _read_object(path: Path) -> np.ndarray:
+    """Read the mask of one object."""
+    with image_errors(path), open_header(path) as image:
+        is_deep = image.mode[0] in "IF"
+        pixels = np.asarray(image if is_deep else image.convert("L"))
+    # some tools write 0 and 1, others smooth edges up to 255
+    threshold = 127 if not is_deep and pixels.max() > 127 else 0
+    return (pixels > threshold).astype(np.uint8)
+
+
+def _add_objects(
+    builder: ContentBuilder, image: dict[str, Any], pixels: np.ndarray
+) -> None:
+    for run_length in _run_lengths(pixels):
+        box = mask_util.toBbox(run_length).tolist()
+        mask = {**run_length, "counts": run_length["counts"].decode()}
+        builder.add_object(image, 0, box, segmentation=mask)
+
+
+def _run_lengths(pixels: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Yield the run-length encoding of each number above 0, (H, W), in one pass over the pixels."""
+    height, width = pixels.shape
+    # COCO's order
+    flat = pixels.ravel(order="F")
+    borders = np.flatnonzero(flat[1:] != flat[:-1]) + 1
+    starts = np.concatenate([[0], borders])
+    ends = np.concatenate([borders, [flat.size]])
+    values = flat[starts]
+
+    order = np.argsort(values, kind="stable")
+    numbers, first = np.unique(values[order], return_index=True)
+    for number, runs in zip(numbers, np.split(order, first[1:]), strict=True):
+        if number <= 0:
+            continue
+        edges = np.stack([starts[runs], ends[runs]], axis=1).ravel()
+        counts = np.diff(np.concatenate([[0], edges, [flat.size]]))
+        coded = {"size": [height, width], "counts": counts.tolist()}
+        yield mask_util.frPyObjects(coded, height, width)
