@@ -51,6 +51,8 @@ def normalized(pixels):
     [
         ("pt2", "FrozenBN", "GW:groups=4", "GN:groups=4"),
         ("onnx", "GN:groups=2", "GW:groups=4", "BN"),
+        ("onnx", "MixBN", "MixGW:alpha=0.3,groups=4", "GN:groups=4"),
+        ("pt2", "MixGW:alpha=0,mean=0.3", "MixGW:groups=4", "GN:groups=4"),
         pytest.param(
             "pt2",
             "BN",
