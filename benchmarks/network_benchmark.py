@@ -28,11 +28,18 @@ _BASELINES = {
     "GN+WS": Variant("GN", conv="WS"),
     "GW-S1-B2+WS": _GW["GW-S1-B2"]._replace(conv="WS"),
 }
+#: norms with fixed statistics; the shares of the image's do not change the cost, but alpha=0 needs no iteration
+_MIXED = {
+    "FrozenBN": Variant("FrozenBN"),
+    "MixGW-S1-B2": Variant("FrozenBN", "MixGW", "S1-B2"),
+    "MixGW-mean-S1-B2": Variant("FrozenBN", "MixGW:alpha=0,mean=0.3", "S1-B2"),
+    "MixBN-S1-B2": Variant("FrozenBN", "MixBN", "S1-B2"),
+}
 _OTHERS = _BN | _GN | _BW | {"GW-S1-B2": _GW["GW-S1-B2"]}
 _MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_{}.yaml"
 #: the variants of every model; the others are divided by the first. Each row is a training iteration, or inference
 MODELS: dict[str, dict[str, Variant]] = {
-    "R-50": _BN | _GN | _BW | _GW | _BASELINES,
+    "R-50": _BN | _GN | _BW | _GW | _BASELINES | _MIXED,
     "R-101": _OTHERS,
     "X-50-32x4d": _OTHERS,
     "X-101-32x8d": _OTHERS,

@@ -320,12 +320,17 @@ def _accept_whole_numbers(tree: dict[str, Any], defaults: dict[str, Any]) -> Non
 
 
 def given_keys(config_file: str, opts: Sequence[Any] = ()) -> set[str]:
-    """Return the keys that the user gave: on the command line, and in yaml files that are not shipped."""
+    """Return the keys that the user gave: on the command line, and in yaml files that are not shipped.
+
+    The config of a run has all keys: they are not the user's choice for another run.
+    """
     keys = {str(word) for word in opts}
+    every = {key for key, _ in flat_items(get_cfg())}
     shipped = {path.resolve() for path in shipped_configs().values()}
     for path, tree in _layers(find_config_file(config_file)):
-        if Path(path).resolve() not in shipped:
-            keys |= {key for key, _ in flat_items(tree)}
+        own = {key for key, _ in flat_items(tree)}
+        if Path(path).resolve() not in shipped and not own >= every:
+            keys |= own
     return keys
 
 

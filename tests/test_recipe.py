@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -361,6 +362,17 @@ def test_a_run_with_auto_keeps_its_recipe_when_its_data_have_grown(run, tmp_path
     assert evaluated.INPUT.MIN_SIZE_TEST == cfg.INPUT.MIN_SIZE_TEST != 320
     with pytest.raises(ConfigError, match="OUTPUT_DIR"):
         config_of(get_parser().parse_args([*words, f"{tmp_path}/none"]))
+
+
+def test_the_config_of_a_run_is_no_choice_of_keys(run, tmp_path):
+    first = run("--auto", keys=["SOLVER.BASE_LR", "0.5", "SOLVER.MAX_ITER", "7"])
+    shutil.move(tmp_path / "out", tmp_path / "first")
+
+    second = run("--auto", "--config-file", f"{tmp_path}/first")
+
+    assert (first.SOLVER.BASE_LR, first.SOLVER.MAX_ITER) == (0.5, 7)
+    assert second.SOLVER.BASE_LR != 0.5
+    assert second.SOLVER.MAX_ITER > 7
 
 
 def test_keys_of_the_users_own_yaml_stay(run, tmp_path):

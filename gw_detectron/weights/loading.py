@@ -106,9 +106,9 @@ class LoadReport:
             and not name.endswith(_COUNTER)
             and _ANCHORS not in name
         ]
-        parts = {_part(name) for name in self._others} & {
-            _part(name) for name in theirs
-        }
+        stored_parts = {_part(name) for name in theirs}
+        parts = stored_parts.intersection(map(_part, self._others))
+        self._unused = sorted(stored_parts - parts) if parts else []
 
         for name in dict.fromkeys((*self.new, *theirs)):
             if _part(name) not in parts or name in self._given.intersection(shapes):
@@ -144,6 +144,8 @@ class LoadReport:
         ]
         if absent:
             text += f"; new: {summarize_names(absent)}"
+        if self._unused:
+            text += f"; not in the model: {summarize_names(self._unused)}"
         return text
 
     def check(self) -> None:

@@ -20,6 +20,10 @@ from .fetching import local_path
 from .identifying import ZOO_DETECTOR, NetworkRecord, read_network_record
 from .reading import FileContent, named_tensors, read_weights_file
 
+#: names of tensors in the heads of detectors, of Detectron2 and Detectron
+_HEAD = re.compile(
+    r"(module\.)?(proposal_generator|roi_heads|head\.(cls|bbox)_\w+)\.|cls_score_w|retnet_cls"
+)
 _TAG = "last_checkpoint"  # of Detectron2: the file that names the newest checkpoint
 BEST_CHECKPOINT = "model_best.pth"  # which TEST.BEST keeps
 
@@ -103,12 +107,16 @@ def detector_file(model: str | os.PathLike[str]) -> str:
 
 
 def is_detector(address: str) -> bool:
-    """Return whether an address is that of a whole detector: of Detectron2's model zoo, or of a run."""
-    if not address:
+    """Return whether weights are those of a whole detector: of Detectron2's model zoo, or a file with its heads."""
+    if re.search(ZOO_DETECTOR, address):
+        return True
+    if not local_file(address):
         return False
-    folder = address if os.path.isdir(address) else os.path.dirname(address)
-    is_run = os.path.isfile(os.path.join(folder, "config.yaml"))
-    return is_run or bool(re.search(ZOO_DETECTOR, address))
+    try:
+        checkpoint = open_start_weights(address).checkpoint()
+    except (UserError, OSError):  # the checks before the run tell it
+        return False
+    return checkpoint is not None and any(map(_HEAD.match, checkpoint.tensors))
 
 
 def open_start_weights(weights: str | None, run_folder: str = "") -> LazyCheckpoint:
@@ -120,8 +128,14 @@ def open_start_weights(weights: str | None, run_folder: str = "") -> LazyCheckpo
         run_folder: open the last checkpoint of this folder instead, if there is one.
     """
     weights = weights or ""
-    is_run = os.path.isdir(weights)
-    start = LazyCheckpoint(best_checkpoint(weights) if is_run else weights)
+    start = LazyCheckpoint(weights)
+    if os.path.isdir(weights):
+        start.address = best_checkpoint(weights)
+        if not os.path.isfile(start.address):
+            start.error = MissingFileError(
+                f"MODEL.WEIGHTS ('{weights}'): a folder without the checkpoint of a run. Fix: give a run that has "
+                "written one, or a file."
+            )
     tag = os.path.join(run_folder, _TAG)
     if run_folder and PathManager.exists(tag):
         start = LazyCheckpoint(resumed=True, key=tag)

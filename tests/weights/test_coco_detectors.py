@@ -11,8 +11,9 @@ from detectron2.config import get_cfg
 from detectron2.modeling import build_model
 
 from gw_detectron.config import read_config
-from gw_detectron.errors import WeightsError
+from gw_detectron.errors import MissingFileError, WeightsError
 from gw_detectron.weights import load_checkpoint, open_checkpoint, open_start_weights
+from gw_detectron.weights.opening import is_detector
 
 FASTER = "COCO-Detection/faster_rcnn_R_50_FPN_3x"
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
@@ -187,6 +188,26 @@ def test_another_detector_is_refused(tmp_path, opts, layer):
 
 
 def test_a_run_folder_is_a_start(tmp_path):
+    with pytest.raises(MissingFileError, match="a folder without the checkpoint"):
+        open_start_weights(str(tmp_path)).checkpoint()
+
     torch.save({"model": {"a.weight": torch.ones(1)}}, tmp_path / "model_final.pth")
     start = open_start_weights(str(tmp_path))
     assert start.checkpoint().tensors.keys() == {"a.weight"}
+
+
+def test_a_part_of_the_detector_that_the_model_lacks_is_named(tmp_path):
+    zoo_detector(MASK, tmp_path / "zoo.pkl")
+    _, report = load(own_config(OWN[FASTER]), tmp_path / "zoo.pkl")
+    assert report.endswith("; not in the model: roi_heads.mask_head")
+
+
+def test_a_detector_is_known_by_its_heads(tmp_path):
+    zoo_detector(RETINANET, tmp_path / "zoo.pkl")
+    assert is_detector(str(tmp_path / "zoo.pkl"))
+    assert is_detector(own_config(OWN[MASK]).MODEL.WEIGHTS)
+
+    backbone = {"model": {"res2.0.conv1.weight": torch.ones(1)}}
+    torch.save(backbone, tmp_path / "R-50.pth")
+    for address in ("", "gw://imagenet/R-50", str(tmp_path / "R-50.pth"), "none.pth"):
+        assert not is_detector(address)

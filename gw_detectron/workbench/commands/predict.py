@@ -110,15 +110,23 @@ def _threshold(text: str) -> float | str:
 
 
 def _best_threshold(detector: str) -> float:
-    """Read the threshold of the best F1 from the report of a run."""
+    """Read the threshold of the best F1 from the report of these weights, and print where it is from."""
     report = Path(detector).with_name("report") / "report.json"
     try:
-        return float(json.loads(report.read_text())["errors"]["best_threshold"])
+        numbers = json.loads(report.read_text())
+        summary = numbers["summary"]
+        if Path(summary["weights"]).name != Path(detector).name:
+            raise ValueError(f"it is of {summary['weights']}")
+        if report.stat().st_mtime < Path(detector).stat().st_mtime:
+            raise ValueError("it is older than the weights")
+        threshold = float(numbers["errors"]["best_threshold"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"--score-threshold best: '{report}' tells none ({first_line(error)}). Fix: gw-detectron report RUN, or "
             "give a number."
         ) from None
+    print(f"Score threshold {threshold:.3g}: the best F1 on {summary['dataset']}.")
+    return threshold
 
 
 def main(args: argparse.Namespace) -> bool:
@@ -148,7 +156,7 @@ def main(args: argparse.Namespace) -> bool:
     speed = summary.images / summary.seconds
     print(
         f"{summary.images} images, {summary.detections} objects with a score above "
-        f"{threshold:g}, {speed:.1f} images per second."
+        f"{threshold:.3g}, {speed:.1f} images per second."
     )
     is_best = detector.endswith(BEST_CHECKPOINT)
     print(f"Detector: {detector}{' (the best one by TEST.BEST)' if is_best else ''}")

@@ -209,7 +209,7 @@ class Detections:
         ]
 
     def best_threshold(self) -> tuple[float, float]:
-        """Return the score at which boxes of this score and more have the highest F1, and this F1.
+        """Return the score above which boxes have the highest F1, and this F1.
 
         F1 = 2 * correct boxes / (boxes + objects). Better boxes are matched first, so that one match serves all scores.
         """
@@ -225,9 +225,12 @@ class Detections:
         scores, is_correct = map(np.array, zip(*found, strict=True))
         boxes = np.arange(1, len(scores) + 1)
         f1 = 2 * np.cumsum(is_correct) / (boxes + len(self.objects))
+
+        # between two scores, as predictions are those above
+        lower = np.append(scores[1:], 0.0)
+        f1[scores == lower] = 0
         best = int(np.argmax(f1))
-        # predictions have scores above it
-        return math.floor(100 * scores[best]) / 100, float(f1[best])
+        return float(scores[best] + lower[best]) / 2, float(f1[best])
 
     def _sort_out(
         self, image_id: Any, found: dict | None, results: Sequence[Entry]

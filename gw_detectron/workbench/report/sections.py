@@ -238,7 +238,7 @@ def errors(run: RunFolder) -> Section:
     if f1:
         text += (
             f" On these images, F1 (harmonic mean of precision and recall) is highest, {f1:.2f}, for scores above "
-            f"{threshold:g}: predict --score-threshold best takes them."
+            f"{threshold:.3g}: predict --score-threshold best takes them."
         )
     table = Table(["", "boxes or objects"], list(kinds.items()))
     numbers = {

@@ -83,6 +83,14 @@ def _inference_seconds(trainer: Trainer, batches: list[Any]) -> float:
     return time.perf_counter() - start
 
 
+def check_minutes(minutes: float) -> None:
+    """Raise ConfigError unless it is a time."""
+    if not 0 < minutes < math.inf:
+        raise ConfigError(
+            f"--minutes ({minutes:g}): not a time above 0. Fix: give e.g. 60 for an hour."
+        )
+
+
 class Budget(NamedTuple):
     """What a number of minutes allows."""
 
@@ -99,10 +107,6 @@ def affordable(minutes: float, step: float, evaluation: float) -> Budget:
     Raises:
         ConfigError: the time is not enough for 20 iterations and an evaluation.
     """
-    if not 0 < minutes < math.inf:
-        raise ConfigError(
-            f"--minutes ({minutes:g}): not above 0. Fix: give e.g. 60 for an hour."
-        )
     seconds = _SHARE * 60 * minutes
     evaluations = _MOST_EVALUATIONS
     while evaluations > 1 and evaluations * evaluation > seconds / 3:

@@ -30,7 +30,7 @@ from .processes import in_all_processes
 from .request import RunRequest
 from .run_datasets import use_datasets
 from .start import check_same_start, open_run
-from .timing import affordable, evaluation_seconds, step_seconds
+from .timing import affordable, check_minutes, evaluation_seconds, step_seconds
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -132,6 +132,8 @@ def _resolved(request: RunRequest) -> RunRequest:
         raise ConfigError(
             f"--overwrite: given together with {other} the earlier run. Fix: give one of the two."
         )
+    if request.minutes is not None:
+        check_minutes(request.minutes)
     length = {"--epochs": request.epochs is not None}
     length["SOLVER.MAX_ITER"] = request.changes("SOLVER.MAX_ITER")
     if request.minutes is not None and any(length.values()):

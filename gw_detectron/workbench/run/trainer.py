@@ -235,6 +235,15 @@ class Trainer(DefaultTrainer):
         return optimizer
 
     @classmethod
+    def build_lr_scheduler(
+        cls, cfg: CfgNode, optimizer: torch.optim.Optimizer
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        # fvcore refuses a step at the end
+        steps = [step for step in cfg.SOLVER.STEPS if step < cfg.SOLVER.MAX_ITER]
+        cfg = changed_config(cfg, {"SOLVER.STEPS": tuple(steps)})
+        return super().build_lr_scheduler(cfg, optimizer)
+
+    @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
         mapper = ImageNamingMapper(training_mapper(cfg), cfg.INPUT.PERCENTILES)
         return build_training_data(cfg, mapper)

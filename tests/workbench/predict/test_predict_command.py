@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 from collections import Counter
 
@@ -79,9 +80,24 @@ def test_the_threshold_of_the_report(tmp_path, run_folder, photos, capsys):
         predict(*words)
 
     (run / "report").mkdir()
-    (run / "report" / "report.json").write_text('{"errors": {"best_threshold": 0.37}}')
+    report = run / "report" / "report.json"
+    numbers = {
+        "summary": {"weights": "output/model_final.pth", "dataset": "photos_val"},
+        "errors": {"best_threshold": 0.37},
+    }
+    report.write_text(json.dumps(numbers))
     assert predict(*words)
-    assert "objects with a score above 0.37, " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Score threshold 0.37: the best F1 on photos_val." in printed
+    assert "objects with a score above 0.37, " in printed
+
+    os.utime(report, (0, 0))
+    with pytest.raises(UserError, match="older than the weights"):
+        predict(*words)
+    numbers["summary"]["weights"] = "model_best.pth"
+    report.write_text(json.dumps(numbers))
+    with pytest.raises(UserError, match="it is of model_best.pth"):
+        predict(*words)
 
 
 def test_the_best_checkpoint_of_a_run(tmp_path, run_folder, photos, capsys):

@@ -98,9 +98,13 @@ def test_a_hand_made_image_is_matched():
 
 
 def test_the_score_of_the_best_f1():
-    assert detections(TRUTH, FOUND).best_threshold() == (0.9, 2 / (1 + 4))
+    threshold, f1 = detections(TRUTH, FOUND).best_threshold()
+    assert threshold == pytest.approx((0.9 + 0.8) / 2)
+    assert f1 == 2 / (1 + 4)
     more = [*FOUND, (1, CAT, [80, 0, 20, 20], 0.75), (2, DOG, [100, 50, 20, 20], 0.72)]
-    assert detections(TRUTH, more).best_threshold() == (0.72, 6 / (4 + 4))
+    threshold, f1 = detections(TRUTH, more).best_threshold()
+    assert threshold == pytest.approx((0.72 + 0.7) / 2)
+    assert f1 == 6 / (4 + 4)
     assert detections(TRUTH, []).best_threshold() == (0.5, 0.0)
 
 

@@ -86,3 +86,12 @@ def test_groups_are_kept_where_nothing_changes():
     ours, theirs = Trainer.build_optimizer(cfg, model), build_optimizer(cfg, model)
 
     assert ours.state_dict() == theirs.state_dict()
+
+
+def test_a_step_at_the_end_is_left_out():
+    cfg = get_cfg()
+    cfg.SOLVER.MAX_ITER = 30
+    cfg.SOLVER.STEPS = (20, 30, 40)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    scheduler = Trainer.build_lr_scheduler(cfg, optimizer)
+    assert scheduler.get_last_lr()

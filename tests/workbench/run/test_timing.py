@@ -8,6 +8,7 @@ from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError
 from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.commands.train import run_here as main
+from gw_detectron.workbench.run import RunRequest, prepare
 from gw_detectron.workbench.run import train as runs
 from gw_detectron.workbench.run.timing import affordable
 
@@ -32,10 +33,15 @@ def test_iterations_and_evaluations_fill_the_time(
     assert budget.iterations == iterations
 
 
-@pytest.mark.parametrize("minutes", [1, 0, -1, float("nan"), float("inf")])
-def test_too_little_time_is_refused(minutes):
-    with pytest.raises(ConfigError, match=r"--minutes \("):
-        affordable(minutes, 4, 60)
+def test_too_little_time_is_refused():
+    with pytest.raises(ConfigError, match=r"--minutes \(1\).*give 2.5 or more"):
+        affordable(1, 4, 60)
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
+def test_what_is_no_time_is_refused_before_the_timing(command, minutes):
+    with pytest.raises(ConfigError, match=r"--minutes \(.*not a time"):
+        prepare(RunRequest.from_flags(command(f"--minutes={minutes}")))
 
 
 @pytest.fixture

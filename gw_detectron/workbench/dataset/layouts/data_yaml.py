@@ -49,10 +49,12 @@ def listed_photos(path: Path) -> list[Path]:
     """Return the photos that a text file lists, relative to its folder or the one above."""
     photos = []
     for number, line in enumerate(read_text(path).splitlines(), start=1):
-        name = line.strip()
+        name = line.strip().replace("\\", "/")
         if not name:
             continue
-        places = [path.parent / name, path.parent.parent / name]
+        # Darknet's lists begin with a folder above, as data/obj_train_data/a.jpg
+        below = Path(*Path(name).parts[1:])
+        places = [path.parent / name, path.parent.parent / name, path.parent / below]
         photo = next((place for place in places if place.is_file()), None)
         if photo is None:
             raise DataError(

@@ -129,6 +129,7 @@ def _read_numbers(path: Path) -> np.ndarray:
     """Read a mask with a whole number for each object, 0 elsewhere."""
     with image_errors(path), open_header(path) as image:
         mode = image.mode
+        is_lossy = image.format == "JPEG"
         has_channels = len(image.getbands()) > 1
         pixels = np.asarray(image.convert("RGB") if has_channels else image)
     if has_channels:
@@ -138,6 +139,8 @@ def _read_numbers(path: Path) -> np.ndarray:
                 "for each object."
             )
         pixels = pixels[..., 0]
+    if is_lossy:
+        return _binary(pixels, path)
     if mode == "P":
         # outlines in Pascal VOC
         pixels = np.where(pixels == 255, 0, pixels)
@@ -146,6 +149,15 @@ def _read_numbers(path: Path) -> np.ndarray:
             f"'{path}': has fractions, not numbers of objects. Fix: save whole numbers."
         )
     return pixels
+
+
+def _binary(pixels: np.ndarray, path: Path) -> np.ndarray:
+    """Return the one object of a mask that was stored with loss, which changes all numbers but black and white."""
+    if ((pixels > 63) & (pixels < 192)).mean() > 0.01 or pixels.max() < 192:
+        raise DataError(
+            f"'{path}': JPEG changes the numbers of objects. Fix: save the masks as PNG."
+        )
+    return (pixels > 127).astype(np.uint8)
 
 
 def _read_object(path: Path) -> np.ndarray:

@@ -126,7 +126,7 @@ def _read_yolo(
 ) -> list[str]:
     """Add photos with their rows; a photo without a file has no object. Return the class names."""
     quadrangles = []
-    rows = 0
+    rows = corners = 0
     for photo, label in with_progress(labels):
         image = builder.add_photo(photo)
         size = np.array([image["width"], image["height"]])
@@ -139,14 +139,20 @@ def _read_yolo(
             category, points = _parse_row(words, names, where)
             points = points.reshape(-1, 2) * size
             rows += 1
-            if len(points) == 4 and _is_tilted(points):
-                quadrangles.append(where)
+            if len(points) == 4:
+                corners += 1
+                if _is_tilted(points):
+                    quadrangles.append(where)
             _add_row(builder, image, category, points)
 
     if 2 * len(quadrangles) > rows:
         raise DataError(
             f"{quadrangles[0]}: four corners of a rotated box, as in {len(quadrangles)} of {rows} rows. Rotated boxes "
             "are not detected. Fix: give upright boxes, or polygons of the objects."
+        )
+    if rows and rows == corners:
+        builder.notes.append(
+            "Each object has four corners, taken as its outline. Rotated boxes are learned as upright ones."
         )
     return list(names)
 

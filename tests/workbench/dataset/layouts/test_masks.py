@@ -130,6 +130,19 @@ def test_masks_of_colors_that_are_gray_are_numbers(tmp_path):
     assert len(read(tmp_path).content["annotations"]) == 2
 
 
+def test_numbers_do_not_survive_jpeg_but_black_and_white_do(tmp_path):
+    photo(tmp_path / "images/a.jpg")
+    shape = np.zeros((20, 30), np.uint8)
+    shape[4:14, 5:20] = 255
+    write_image(tmp_path / "masks/a.jpg", shape)
+    (found,) = read(tmp_path).content["annotations"]
+    assert found["bbox"] == pytest.approx([5, 4, 15, 10], abs=1)
+
+    write_image(tmp_path / "masks/a.jpg", shape // 100)
+    with pytest.raises(DataError, match="masks/a.jpg': JPEG changes"):
+        read_labels(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("pixels", "told"),
     [

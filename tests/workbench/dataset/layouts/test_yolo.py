@@ -71,7 +71,8 @@ def test_a_data_yaml_names_the_photos_of_its_parts(write, given):
     write(None, "train/empty")
     folder = write(BOX, "val/b")
     (folder / "train.txt").write_text("./images/train/a.jpg\nimages/train/empty.jpg\n")
-    (folder / "val.txt").write_text("images/val/b.jpg\n")
+    # as Darknet and Windows write it
+    (folder / "val.txt").write_text("data\\images\\val\\b.jpg\n")
     path = write_yaml(folder, download="import os; os.abort()", **given)
 
     train, val = read_labels(path), read_labels(path, part="val")
@@ -153,7 +154,9 @@ def test_rotated_boxes_are_refused_and_other_quadrangles_are_polygons(write):
 
     # a plate in perspective, and a polygon of other length beside a rectangle
     write("0 0.1 0.1 0.9 0.2 0.8 0.9 0.2 0.7\n")
-    assert len(read_labels(path).content["annotations"]) == 1
+    labels = read_labels(path)
+    assert len(labels.content["annotations"]) == 1
+    assert "four corners" in labels.notes[0]
     write(f"{TILTED}\n0 0.1 0.1 0.9 0.2 0.8 0.9\n")
     assert len(read_labels(path).content["annotations"]) == 2
 
