@@ -110,8 +110,9 @@ class LoadReport:
         parts = stored_parts.intersection(map(_part, self._others))
         self._unused = sorted(stored_parts - parts) if parts else []
 
+        loaded = self._given.intersection(shapes)
         for name in dict.fromkeys((*self.new, *theirs)):
-            if _part(name) not in parts or name in self._given.intersection(shapes):
+            if _part(name) not in parts or name in loaded:
                 continue
             here, there = shapes.get(name), stored.get(name)
             if here and there and here[1:] == there[1:]:

@@ -130,7 +130,7 @@ def open_start_weights(weights: str | None, run_folder: str = "") -> LazyCheckpo
     weights = weights or ""
     start = LazyCheckpoint(weights)
     if os.path.isdir(weights):
-        start.address = best_checkpoint(weights)
+        start.address = local_file(weights)
         if not os.path.isfile(start.address):
             start.error = MissingFileError(
                 f"MODEL.WEIGHTS ('{weights}'): a folder without the checkpoint of a run. Fix: give a run that has "
@@ -150,9 +150,11 @@ def open_start_weights(weights: str | None, run_folder: str = "") -> LazyCheckpo
 
 
 def local_file(address: str | None) -> str:
-    """Return the file of an address, without its options; "" if it is not on this machine."""
+    """Return the file of an address, without its options, or the best one of a run folder; "" of a remote one."""
     location = (address or "").partition("?")[0]
-    return "" if "://" in location else location
+    if "://" in location:
+        return ""
+    return best_checkpoint(location) if os.path.isdir(location) else location
 
 
 def open_checkpoint(

@@ -13,7 +13,7 @@ from detectron2.modeling import build_model
 from gw_detectron.config import read_config
 from gw_detectron.errors import MissingFileError, WeightsError
 from gw_detectron.weights import load_checkpoint, open_checkpoint, open_start_weights
-from gw_detectron.weights.opening import is_detector
+from gw_detectron.weights.opening import is_detector, local_file
 
 FASTER = "COCO-Detection/faster_rcnn_R_50_FPN_3x"
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
@@ -194,6 +194,7 @@ def test_a_run_folder_is_a_start(tmp_path):
     torch.save({"model": {"a.weight": torch.ones(1)}}, tmp_path / "model_final.pth")
     start = open_start_weights(str(tmp_path))
     assert start.checkpoint().tensors.keys() == {"a.weight"}
+    assert local_file(str(tmp_path)) == start.address
 
 
 def test_a_part_of_the_detector_that_the_model_lacks_is_named(tmp_path):
