@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import ConfigError, RunError
+from ..run.timing import LEAST_ITERATIONS, PLANNED_SHARE
 from .plan import Costs, Job, Plan
 
 SEEDS = 3
 _MOST_SEEDS = 10
-LEAST_ITERATIONS = 20
-_SHARE = 0.95  # of the time is planned
 _TOLERANCE = 1.05  # of the time may be used by the last seed
 #: of scored runs: seeds, evaluations; the first pair for which start and evaluations take at most a
 #: third of the time
@@ -36,7 +35,7 @@ def affordable(
         workers: how many runs end in the time of one, because they run side by side.
         spent: seconds that are gone already.
     """
-    seconds = (_SHARE * 60 * minutes - spent) * workers
+    seconds = (PLANNED_SHARE * 60 * minutes - spent) * workers
     for chosen, evaluations in EXTENTS:
         runs = plan.all_jobs(seeds or chosen)
         # start and evaluations
@@ -51,7 +50,7 @@ def affordable(
     iterations = int((seconds - fixed) / per_iteration)
     if iterations < LEAST_ITERATIONS:
         needed = fixed + per_iteration * LEAST_ITERATIONS
-        least = math.ceil((needed / workers + spent) / (60 * _SHARE))
+        least = math.ceil((needed / workers + spent) / (60 * PLANNED_SHARE))
         raise ConfigError(
             f"--minutes ({minutes:g}): not enough for {LEAST_ITERATIONS} iterations per run. Fix: "
             f"give {least} or more, fewer norms, --rates or validation images."

@@ -20,9 +20,11 @@ _ROUNDS = 15
 _LEAST_ROUNDS = 3
 _LONGEST = 30.0  # seconds of timing with more rounds than the least
 _IMAGES = 8  # of a timed evaluation
-_LEAST_ITERATIONS = 20
+LEAST_ITERATIONS = 20
 _MOST_EVALUATIONS = 5
-_SHARE = 0.95  # of the time is planned; checkpoints and slower steps need the rest
+PLANNED_SHARE = (
+    0.95  # of the time is planned; checkpoints and slower steps need the rest
+)
 
 
 def step_seconds(trainers: Mapping[str, Trainer]) -> dict[str, float]:
@@ -99,7 +101,7 @@ class Budget(NamedTuple):
     reason: str
 
 
-def affordable(minutes: float, step: float, evaluation: float) -> Budget:
+def budget_of(minutes: float, step: float, evaluation: float) -> Budget:
     """Return the iterations and evaluations that fit into minutes, from the seconds of each.
 
     Evaluations take at most a third of the time, but there is one in any case.
@@ -107,16 +109,16 @@ def affordable(minutes: float, step: float, evaluation: float) -> Budget:
     Raises:
         ConfigError: the time is not enough for 20 iterations and an evaluation.
     """
-    seconds = _SHARE * 60 * minutes
+    seconds = PLANNED_SHARE * 60 * minutes
     evaluations = _MOST_EVALUATIONS
     while evaluations > 1 and evaluations * evaluation > seconds / 3:
         evaluations -= 1
 
     iterations = int((seconds - evaluations * evaluation) / step)
-    if iterations < _LEAST_ITERATIONS:
-        least = (evaluation + _LEAST_ITERATIONS * step) / (60 * _SHARE)
+    if iterations < LEAST_ITERATIONS:
+        least = (evaluation + LEAST_ITERATIONS * step) / (60 * PLANNED_SHARE)
         raise ConfigError(
-            f"--minutes ({minutes:g}): not enough for {_LEAST_ITERATIONS} iterations of {step:.2g} s and an "
+            f"--minutes ({minutes:g}): not enough for {LEAST_ITERATIONS} iterations of {step:.2g} s and an "
             f"evaluation of {evaluation:.2g} s. Fix: give {least + 0.05:.1f} or more, smaller images or fewer "
             "validation images."
         )

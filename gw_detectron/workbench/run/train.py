@@ -30,7 +30,7 @@ from .processes import in_all_processes
 from .request import RunRequest
 from .run_datasets import use_datasets
 from .start import check_same_start, open_run
-from .timing import affordable, check_minutes, evaluation_seconds, step_seconds
+from .timing import budget_of, check_minutes, evaluation_seconds, step_seconds
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -77,18 +77,18 @@ def _fit_into_minutes(trainer: Trainer, prepared: "PreparedRun") -> dict[str, st
     log.info("--minutes: timing some steps and an evaluation ...")
     step = step_seconds({"": trainer})[""]
     evaluation = evaluation_seconds(trainer) * (2 if prepared.cfg.TEST.LOSS else 1)
-    budget = affordable(request.minutes or 0.0, step, evaluation)
+    budget = budget_of(request.minutes or 0.0, step, evaluation)
 
     length = {"SOLVER.MAX_ITER": budget.iterations}
     if not request.changes("TEST.EVAL_PERIOD"):
         period = math.ceil(budget.iterations / budget.evaluations)
         length["TEST.EVAL_PERIOD"] = period
     cfg = changed_config(prepared.cfg, length)
-    cfg.defrost()
     opts = itertools.chain(request.opts, *length.items())
     reasons = _use_recipe(cfg, replace(request, auto=False, opts=tuple(opts)))
     for key, value in length.items():
         reasons[key] = f"--minutes: {key} {value}: {budget.reason}"
+    cfg.freeze()
     trainer.rebuild(cfg)
     return reasons
 
@@ -134,13 +134,12 @@ def _resolved(request: RunRequest) -> RunRequest:
         )
     if request.minutes is not None:
         check_minutes(request.minutes)
-    length = {"--epochs": request.epochs is not None}
-    length["SOLVER.MAX_ITER"] = request.changes("SOLVER.MAX_ITER")
-    if request.minutes is not None and any(length.values()):
-        other = next(name for name, is_given in length.items() if is_given)
-        raise ConfigError(
-            f"--minutes: given together with {other}. Fix: give one of the two."
-        )
+        has_epochs = request.epochs is not None
+        if has_epochs or request.changes("SOLVER.MAX_ITER"):
+            other = "--epochs" if has_epochs else "SOLVER.MAX_ITER"
+            raise ConfigError(
+                f"--minutes: given together with {other}. Fix: give one of the two."
+            )
     if request.mix and not request.eval_only:
         raise ConfigError(
             f"--mix ({request.mix!r}): only evaluates. Fix: give it to gw-detectron eval, or train with "

@@ -8,7 +8,7 @@ from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.run import RunRequest, prepare
 from gw_detectron.workbench.run import train as runs
-from gw_detectron.workbench.run.timing import affordable
+from gw_detectron.workbench.run.timing import budget_of
 
 from ...photos import photo_names, write_photos
 from ...tiny_run import words
@@ -26,14 +26,14 @@ from ...tiny_run import words
 def test_iterations_and_evaluations_fill_the_time(
     minutes, step, evaluation, iterations, evaluations
 ):
-    budget = affordable(minutes, step, evaluation)
+    budget = budget_of(minutes, step, evaluation)
     assert budget.evaluations == evaluations
     assert budget.iterations == iterations
 
 
 def test_too_little_time_is_refused():
     with pytest.raises(ConfigError, match=r"--minutes \(1\).*give 2.5 or more"):
-        affordable(1, 4, 60)
+        budget_of(1, 4, 60)
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
