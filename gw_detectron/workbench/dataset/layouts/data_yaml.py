@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,36 @@ def photos_of_part(path: Path, tree: Mapping[str, Any], part: str) -> list[Path]
             "training images, give --val-fraction."
         )
     base = path.parent / os.path.expanduser(str(tree.get("path") or ""))
+
     photos: list[Path] = []
     for entry in entries:
-        # exports have ../train for the folder train beside the yaml, or a path of another machine
-        parts = [name for name in Path(entry).parts if name != ".."]
-        ends = [Path(*parts[start:]) for start in range(max(1, len(parts) - 1))]
-        places = [base / entry, *(path.parent / end for end in ends)]
-        found = next((each for each in places if each.exists()), None)
+        found = next(filter(Path.exists, _places_of(entry, base, path.parent)), None)
         if found is None:
             raise DataError(
-                f"'{path}', {part} ('{entry}'): no folder '{places[0]}'. Fix: correct path and {part} in the yaml, or "
-                "give the folder of the photos (--train-images)."
+                f"'{path}', {part} ('{entry}'): no folder '{base / entry}'. Fix: correct path and {part} in the yaml, "
+                "or give the folder of the photos (--train-images)."
             )
-        is_list = found.is_file()
-        photos += listed_photos(found) if is_list else only_images(list_files(found))
+        if found.is_file():
+            photos += listed_photos(found)
+        else:
+            photos += only_images(list_files(found))
+
     if not photos:
         raise DataError(
             f"'{path}', {part} ('{given}'): holds no photos. Fix: correct it."
         )
     return photos
+
+
+def _places_of(entry: str, base: Path, folder: Path) -> Iterator[Path]:
+    """Yield where the photos of an entry may be.
+
+    Exports have ../train for the folder train beside the yaml, or a path of another machine.
+    """
+    yield base / entry
+    names = [name for name in Path(entry).parts if name != ".."]
+    for start in range(max(1, len(names) - 1)):
+        yield folder.joinpath(*names[start:])
 
 
 def listed_photos(path: Path) -> list[Path]:

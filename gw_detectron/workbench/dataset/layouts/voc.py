@@ -86,10 +86,12 @@ def _read_voc(
             where = f"'{xml}', object {number} ('{printable(_name(each))}')"
             if not _name(each):
                 raise DataError(f"{where}: has no name. Fix: write its class.")
+
             edges = _edges(each, where)
             if turn is not None:
                 edges = _turned(edges, size, turn)
             box = _coco_box(edges, size)
+
             # VOC neither trains on nor counts difficult objects, as COCO with crowds
             is_difficult = _flag(each, "difficult")
             builder.add_object(

@@ -135,6 +135,7 @@ def _read_yolo(
             words = line.split()
             if not words:
                 continue
+
             where = f"'{label}', line {number}"
             category, points = _parse_row(words, names, where)
             points = points.reshape(-1, 2) * size
