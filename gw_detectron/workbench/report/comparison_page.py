@@ -85,8 +85,7 @@ def write_side_by_side(
         losses.append(Curve(run.logged("total_loss"), label, style))
         curves += _score_curves(run, label, style)
 
-    rows = [{"run": label, **shown_facts(numbers)} for label, numbers in facts.items()]
-    tables = [score_table(facts), Table.from_rows(rows)]
+    tables = [score_table(facts), _facts_table(facts)]
     sections = comparison_sections(tables, curves, losses=losses)
     first, *_ = runs
     sections["AP per class"] = Section(
@@ -94,7 +93,19 @@ def write_side_by_side(
         tables=_class_tables(classes),
     )
     numbers = {"runs": facts, "classes": classes}
-    return write_folder(output, _FILES, " and ".join(runs), sections, numbers)
+    title = f"Runs {' and '.join(runs)}"
+    return write_folder(output, _FILES, title, sections, numbers)
+
+
+def _facts_table(facts: Mapping[str, Mapping[str, Any]]) -> Table:
+    """List the facts of runs, with a column for each run: the norms of one are a long text."""
+    shown = {label: shown_facts(numbers) for label, numbers in facts.items()}
+    names = dict.fromkeys(name for values in shown.values() for name in values)
+    rows = []
+    for name in names:
+        values = {label: texts.get(name) for label, texts in shown.items()}
+        rows.append({"": name, **values})
+    return Table.from_rows(rows)
 
 
 def _open_runs(folders: Sequence[str | os.PathLike[str]]) -> dict[str, RunFolder]:

@@ -87,7 +87,8 @@ def plot_lines(
 ) -> Picture:
     """Plot lines with a legend, and a dotted one at the ``best`` iteration.
 
-    ``settings``, such as ``xlabel``, go to ``Axes.set``.
+    The axes begin at 0, which a single point would not show. ``settings``, such as ``xlabel``, go to
+    ``Axes.set``.
     """
     figure, axes = make_axes(5.5, 3.8)
     for line in lines:
@@ -103,5 +104,5 @@ def plot_lines(
             0.5, 0.5, "none logged", ha="center", va="center", transform=axes.transAxes
         )
 
-    axes.set(**settings)
+    axes.set(**{"xlim": (0, None), "ylim": (0, None), **settings})
     return Picture.from_figure(figure)

@@ -109,8 +109,8 @@ def curves(run: RunFolder) -> Section:
     scores = [name for name in run.metric_names if _is_score(name)]
     axes: dict[str, Any] = {"xlabel": "iteration", "best": run.best_iteration}
     row = [
-        plot_lines(_lines(run, losses), ylabel="loss", ylim=(0, None), **axes),
-        plot_lines(_lines(run, ["lr"]), ylabel="learning rate", ylim=(0, None), **axes),
+        plot_lines(_lines(run, losses), ylabel="loss", **axes),
+        plot_lines(_lines(run, ["lr"]), ylabel="learning rate", **axes),
         plot_lines(_lines(run, scores), ylabel="percent", **axes),
     ]
     last = {name: run.logged(name)[-1][1] for name in losses}

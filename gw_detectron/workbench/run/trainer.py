@@ -61,7 +61,14 @@ from ..images import ImageNamingMapper
 from ..images.augmentations import training_mapper
 from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
 from .folder import METRICS, earlier_run, remove_files, stale_output
-from .hooks import BestWeights, SignalHook, TrainingEnded, WeightAverage
+from .hooks import (
+    BestWeights,
+    EpochPrinter,
+    FirstEstimate,
+    SignalHook,
+    TrainingEnded,
+    WeightAverage,
+)
 from .logs import end_last_line
 from .optimizer import accumulated_step, set_norm_decay
 from .randomness import INITIAL_WEIGHTS, STEP, seed_generators
@@ -300,7 +307,11 @@ class Trainer(DefaultTrainer):
         """Build the hooks: what a checkpoint holds comes before it, and the evaluation after it."""
         cfg = self.cfg
         period = cfg.TEST.EVAL_PERIOD
-        built: list[Any] = [hooks.IterationTimer(), hooks.LRScheduler()]
+        built: list[Any] = [
+            hooks.IterationTimer(),
+            FirstEstimate(),
+            hooks.LRScheduler(),
+        ]
         if self._average:
             built.append(self._average)
         if cfg.TEST.PRECISE_BN.ENABLED and get_bn_modules(self.model):
@@ -349,8 +360,12 @@ class Trainer(DefaultTrainer):
         purge_step = None  # the first step that TensorBoard takes from this run
         if start.opened and start.resumed:
             purge_step = _next_iteration(start.opened.metadata, start.address)
+        printer = CommonMetricPrinter(self.max_iter)
+        if isinstance(self.data_loader, TrainingData):
+            epoch = self.data_loader.batches_per_epoch / self.cfg.SOLVER.ACCUMULATE
+            printer = EpochPrinter(self.max_iter, epoch)
         return [
-            CommonMetricPrinter(self.max_iter),
+            printer,
             JSONWriter(str(metrics)),
             TensorboardXWriter(folder, purge_step=purge_step),
         ]

@@ -84,6 +84,11 @@ class TrainingData:
         self._group = np.array(wide, dtype=np.int8)
         self._records = DatasetFromList(records, copy=False)
 
+    @property
+    def batches_per_epoch(self) -> float:
+        """The batches of a pass over the images, of all processes together."""
+        return self._order["images"] / self._order["images_per_batch"]
+
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches, "order": self._order}
 

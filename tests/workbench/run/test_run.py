@@ -190,6 +190,18 @@ class TestFlags:
         assert "\x1b" not in log + before
 
 
+def test_screen_says_time_left_and_epochs(tmp_path, capsys):
+    given = arguments(tmp_path, SOLVER__MAX_ITER=8, DATASETS__TEST="()")
+    main(given)
+
+    shown = capsys.readouterr().out
+    assert re.search(r"an iteration takes \S+ s, the rest of the run 0:0\d:\d\d", shown)
+    cfg = read_config(tmp_path / "config.yaml")
+    images = sum(len(DatasetCatalog.get(name)) for name in cfg.DATASETS.TRAIN)
+    passes = 8 * cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATE / images
+    assert re.search(rf"epoch: {passes:.3g} of {passes:.3g}  .*iter: 7", shown)
+
+
 def test_tensorboard_shows_a_step_that_a_resumed_run_repeats_once(copy, tmp_path):
     with SummaryWriter(str(tmp_path)) as killed:
         killed.add_scalar("total_loss", 9.0, 3)
