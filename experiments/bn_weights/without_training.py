@@ -24,6 +24,9 @@ from gw_detectron import convert_norms
 from gw_detectron.config import read_config
 from gw_detectron.weights.loading import load_model
 
+#: of RPN, in place of 1000: photos have at most 28 objects, and an evaluation takes 0.4 of the time
+PROPOSALS = 300
+
 #: arm -> norm name of the backbone's BN layers; "" leaves them
 ARMS = {
     "BN": "",
@@ -97,6 +100,7 @@ def rows(data: Path, runs: list[Path], done: set[tuple]) -> Iterator[dict[str, A
         cfg = read_config(run / "config.yaml")
         cfg.MODEL.WEIGHTS = str(run / "model_final.pth")
         cfg.MODEL.DEVICE = "cpu"
+        cfg.MODEL.RPN.POST_NMS_TOPK_TEST = PROPOSALS
         inputs = list(build_detection_test_loader(cfg, name, num_workers=0))
         evaluator = COCOEvaluator(name, ("bbox",), False, use_fast_impl=False)
 
