@@ -31,6 +31,7 @@ def get_parser() -> argparse.ArgumentParser:
         "output/mydata photos --output predictions",
         "output/mydata 'photos/**/*.jpg' clip.mp4 --output predictions --score-threshold 0.7",
         "--preview annotations.json photos --output preview",
+        "--preview yolo/data.yaml --output preview",
         kind=MixedParser,
         note="The exit status is 1 if a file cannot be read or needs too much memory; the others "
         "are predicted.",
@@ -39,7 +40,9 @@ def get_parser() -> argparse.ArgumentParser:
     add(
         "model",
         metavar="RUN",
-        help="run folder or checkpoint; with --preview the folder of images",
+        nargs="?",
+        default="",
+        help="run folder or checkpoint; with --preview of a json the folder of images",
     )
     add(
         "inputs",
@@ -139,6 +142,8 @@ def main(args: argparse.Namespace) -> bool:
     if args.preview:
         _preview(args)
         return True
+    if not args.model:
+        raise ConfigError("RUN: not given. Fix: give a run folder or a checkpoint.")
 
     sources = prediction.find_sources(args.inputs)
     prediction.check_output(args.output, sources)  # before seconds of loading

@@ -10,7 +10,7 @@ from detectron2.data import Metadata
 from PIL import Image
 
 from ...atomic import atomic_folder, check_replaceable
-from ...errors import DataError, existing_path
+from ...errors import ConfigError, DataError, existing_path
 from ...installation import require_packages
 from ..console import progress_bar
 from ..dataset.coco_content import (
@@ -18,7 +18,7 @@ from ..dataset.coco_content import (
     complete_coco,
     content_to_records,
 )
-from ..dataset.layouts import read_labels
+from ..dataset.layouts import is_layout, read_labels
 from ..images import evenly_spread, read_image
 from ..images.drawing import draw_record
 from .results_folder import COUNTS, PICTURES, write_counts
@@ -35,23 +35,28 @@ def write_preview(
 ) -> int:
     """Draw annotations of at most ``limit`` images; return the number of ``pictures``.
 
-    They are of images that are evenly spread over ``annotations``, a file in COCO format or a
-    folder of labels; ``file_name`` is relative to the folder ``images``. ``counts.csv`` counts all objects that can
-    be drawn. An earlier preview is replaced.
+    They are of images that are evenly spread over ``annotations``, a file in COCO format, whose ``file_name`` is
+    relative to the folder ``images``, or other labels, which may do without. ``counts.csv`` counts all objects that
+    can be drawn. An earlier preview is replaced.
     """
     require_packages("pictures", "cv2")
     check_replaceable(Path(output), _FILES)
     labels_path = existing_path("--preview", annotations, os.path.exists)
-    images = existing_path(
-        "RUN, with --preview the folder of images", images, os.path.isdir
-    )
+    if images:
+        images = existing_path(
+            "RUN, with --preview the folder of images", images, os.path.isdir
+        )
+    elif not is_layout(labels_path):
+        raise ConfigError(
+            "RUN: not given. Fix: with --preview of a json, give the folder of images."
+        )
 
     with atomic_folder(output, _FILES) as folder:
         try:
             labels = read_labels(labels_path, images)
             content = complete_coco(_drawable(labels.content))[0]
             names = category_names(content)
-            records = content_to_records(content, images)
+            records = content_to_records(content, labels.images)
             objects = [row for row in content["annotations"] if not row.get("iscrowd")]
             write_counts(
                 folder / COUNTS, content["images"], content["categories"], objects

@@ -158,6 +158,26 @@ def test_a_preview_draws_annotations_without_a_model(tmp_path, preview):
     assert {row.split(",")[-1] for row in rows[1:]} == {"3"}
 
 
+def test_a_preview_of_labels_that_know_their_photos(tmp_path):
+    for folder in ("images", "labels"):
+        (tmp_path / folder).mkdir()
+    Image.new("RGB", (60, 40)).save(tmp_path / "images" / "a.png")
+    (tmp_path / "labels" / "a.txt").write_text("0 0.5 0.5 0.5 0.5\n")
+    (tmp_path / "data.yaml").write_text("train: images\nnames: [cell]\n")
+
+    assert predict("--preview", tmp_path / "data.yaml", "--output", tmp_path / "out")
+
+    assert [path.name for path in (tmp_path / "out/pictures").iterdir()] == ["1_a.jpg"]
+    assert (tmp_path / "out/counts.csv").read_text().splitlines()[-1].endswith(",1")
+
+
+def test_only_a_preview_of_labels_does_without_run(tmp_path, preview):
+    folder = tmp_path / "run"
+    for words in ((), ("--preview", folder / "annotations.json")):
+        with pytest.raises(UserError, match="RUN"):
+            predict(*words, "--output", tmp_path / "out")
+
+
 def test_a_preview_does_not_count_ignored_objects(tmp_path, preview):
     preview.content["annotations"][0]["ignore"] = 1
     assert preview(preview.content)
