@@ -76,10 +76,15 @@ def check_address(address: str) -> None:
     """Raise RefusedFileError if a remote address has ``..`` between slashes, in any spelling.
 
     Path handlers join the path of an address to a cache folder. With ``..`` they would write
-    outside of it, for example a ``.pth`` file beside Python's packages, which Python runs.
+    outside of it, for example a ``.pth`` file beside Python's packages, which Python runs. Spaces and
+    control characters are refused, too: Python leaves some out of an address, as in ``.\\t.``.
     """
     if "://" not in address:
         return
+    if not address.isprintable() or " " in address:
+        raise RefusedFileError(
+            f"address ({address!a}): has a space or a control character. Fix: write a space as %20."
+        )
 
     plain = unquote(address)
     while plain != unquote(plain):
@@ -113,10 +118,10 @@ class CachedURLHandler(HTTPURLHandler):
 
         name = path.split("/")[-1]
         target = os.path.join(folder, os.path.dirname(url.path.lstrip("/")), name)
-        root = os.path.realpath(cache)
+        root = os.path.realpath(folder)
         if os.path.commonpath([root, os.path.realpath(target)]) != root:
             raise RefusedFileError(
-                f"address ('{path}'): a link in the download cache '{root}' leads out of it. Fix: "
+                f"address ('{path}'): leads out of its folder '{root}' in the download cache. Fix: "
                 "set FVCORE_CACHE to a folder without links."
             )
         return super()._get_local_path(path, force, folder, **kwargs)

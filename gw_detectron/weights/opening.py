@@ -1,5 +1,6 @@
 """Open a checkpoint once, safely: from a file, an address, or the folder of a run."""
 
+import glob
 import os
 import re
 from collections.abc import Mapping
@@ -78,14 +79,22 @@ class LazyCheckpoint:
 def last_checkpoint(folder: str) -> str:
     """Return the path of the checkpoint that ``last_checkpoint`` in a run folder names.
 
-    Without this file it is ``model_final.pth``, as a run without a stop ends with it.
+    Without this file it is ``model_final.pth``, as a run without a stop ends with it, or the checkpoint before
+    whose tag the run was killed.
     """
     tag = os.path.join(folder, _TAG)
     if not PathManager.exists(tag):
-        return os.path.join(folder, "model_final.pth")
+        return _untagged(folder) or os.path.join(folder, "model_final.pth")
 
     with PathManager.open(tag, "r", errors="replace") as file:
         return os.path.join(folder, file.read().strip())
+
+
+def _untagged(folder: str) -> str:
+    """Return the newest checkpoint of a run that was killed before it wrote its first tag; "" for none."""
+    final = os.path.join(folder, "model_final.pth")
+    numbered = glob.glob(os.path.join(glob.escape(folder), "model_[0-9]*.pth"))
+    return "" if os.path.isfile(final) else max(numbered, default="")
 
 
 def best_checkpoint(folder: str) -> str:
@@ -137,7 +146,7 @@ def open_start_weights(weights: str | None, run_folder: str = "") -> LazyCheckpo
                 "written one, or a file."
             )
     tag = os.path.join(run_folder, _TAG)
-    if run_folder and PathManager.exists(tag):
+    if run_folder and (PathManager.exists(tag) or _untagged(run_folder)):
         start = LazyCheckpoint(resumed=True, key=tag)
         try:
             start.address = last_checkpoint(run_folder)

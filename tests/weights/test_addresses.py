@@ -58,6 +58,8 @@ def outside(tmp_path):
         "..%5c..%5cx.pth",
         "//../../x.pth",
         "a?b=/../../x.pth",
+        ".\t./.\t./x.pth",
+        "my weights.pth",
     ],
 )
 @pytest.mark.parametrize("scheme", ["{host}/", "detectron2://", "catalog://", "gw://"])

@@ -34,6 +34,7 @@ from .faults import (
     describe,
 )
 from .fingerprint import Fingerprint
+from .record_checks import check_records
 from .registration import open_dataset
 from .shape_checks import DatasetNeeds
 from .source import CocoSource
@@ -129,6 +130,8 @@ class _DatasetChecks:
             source = open_dataset(name)
             if source is not None:
                 errors, warnings = self._check_source(name, source, needs)
+            elif metadata.get("evaluator_type") in (None, "coco"):
+                errors, warnings = self._check_records(name, needs)
         except FileNotFoundError:
             errors = [f"file not found. {_place(metadata.get('made_by'))}"]
         # ValueError: of a handler of addresses
@@ -136,7 +139,7 @@ class _DatasetChecks:
             text = str(error).removeprefix(f"'{file}': ")
             errors = [text if "Fix: " in text else f"{text}. Fix: correct the file."]
 
-        where = f"Dataset '{name}' ('{file}')"
+        where = f"Dataset '{name}' ('{file or 'a Python function'}')"
         self._report.errors += [f"{where}: {error}" for error in errors]
         self._report.warnings += [f"{where}: {warning}" for warning in warnings]
 
@@ -169,6 +172,23 @@ class _DatasetChecks:
             found = self._image_faults(name, root, checked, needs.percentiles)
             more = describe(found, len(checked), "checked images")
         return errors + more[0], warnings + more[1] + source.notes
+
+    def _check_records(
+        self, name: str, needs: DatasetNeeds
+    ) -> tuple[list[str], list[str]]:
+        """Check what a Python function returns, and its image files if the records are complete."""
+        records = DatasetCatalog.get(name)
+        errors = check_records(
+            records, self.classes[name], evaluated=not needs.training
+        )
+        has_all = all(map({"height", "width", "image_id"}.issubset, records))
+        if errors or not has_all:
+            return errors, []
+
+        images = [{**record, "id": record["image_id"]} for record in records]
+        checked = images[:: -(-len(images) // _MOST_HEADERS)]
+        found = self._image_faults(name, "", checked, needs.percentiles)
+        return describe(found, len(checked), "checked images")
 
     def _image_faults(
         self, name: str, root: str, images: Sequence[dict], percentiles: Sequence[float]

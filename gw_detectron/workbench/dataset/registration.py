@@ -143,7 +143,7 @@ def _register(name: str, source: CocoSource) -> None:
 def open_dataset(name: str) -> CocoSource | None:
     """Return the open source of a registered dataset, else open its json; None without one.
 
-    A dataset that is a Python function has no json: Detectron2 checks it.
+    A dataset that is a Python function has no json.
     """
     source = own_source(name)
     if source is not None:

@@ -36,7 +36,10 @@ def training_mapper(cfg: CfgNode) -> DatasetMapper:
     """
     ours = build_augmentations(cfg)
     moves_boxes = any(augmentation.moves for augmentation in ours)
-    mapper = (_TightBoxes if moves_boxes else DatasetMapper)(cfg, True)
+    crops_masks = cfg.INPUT.CROP.ENABLED and cfg.MODEL.MASK_ON
+    mapper = (_TightBoxes if moves_boxes or crops_masks else DatasetMapper)(cfg, True)
+    # of a crop, which fails for an image without objects
+    mapper.recompute_boxes = False
 
     theirs = mapper.augmentations.augs
     colors = [augmentation for augmentation in ours if augmentation.recolors]
@@ -46,7 +49,7 @@ def training_mapper(cfg: CfgNode) -> DatasetMapper:
 
 
 class _TightBoxes(DatasetMapper):
-    """Give objects with a mask the box of the mask: boxes around turned boxes are too large."""
+    """Give objects with a mask the box of the mask: boxes around turned or cropped boxes are too large."""
 
     def __call__(self, dataset_dict: dict) -> dict:
         example = super().__call__(dataset_dict)
@@ -123,7 +126,9 @@ def _parse_call(call: str) -> v2.Transform:
     values = call_arguments.arguments
     if values.get("padding_mode", "constant") != "constant":
         raise ValueError("padding_mode would copy parts of objects")
-    if "fill" in values and not isinstance(values["fill"], dict):
+    if isinstance(values.get("fill"), dict):
+        raise ValueError("fill is a dict, which may fill masks")
+    if "fill" in values:
         values["fill"] = {tv_tensors.Image: values["fill"], "others": 0}
     return _USABLE[name](**values)
 

@@ -162,9 +162,9 @@ def stale_output(
 
 
 def remove_files(paths: Iterable[Path]) -> None:
-    """Remove files and folders; empty the metrics, which a writer may have opened."""
+    """Remove files, folders and links; empty the metrics, which a writer may have opened."""
     for path in paths:
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif path.name == METRICS and path.exists():
             os.truncate(path, 0)

@@ -233,6 +233,7 @@ class BestWeights(BestCheckpointer):
             checkpointer.model, cfg.OUTPUT_DIR, **{RUN_RECORD_KEY: record}
         )
         best.path_manager = checkpointer.path_manager
+        best.last_iteration = cfg.SOLVER.MAX_ITER - 1
         # a dataset of this name has scores such as validation/bbox/AP
         is_loss = cfg.TEST.BEST.rpartition("/")[0] == "validation"
         super().__init__(
@@ -346,8 +347,12 @@ def _digest(dataset: str) -> str:
 
 
 class _BestCheckpointer(GWDetectionCheckpointer):
+    last_iteration: int
+
     def save(self, name: str, **kwargs: Any) -> None:
         """Save the best weights; a kill must not leave the predictions of earlier ones beside them."""
+        # Detectron2 counts one more in the evaluation after the last step
+        kwargs["iteration"] = min(kwargs["iteration"], self.last_iteration)
         predictions = Path(self.save_dir, "inference", BEST_PREDICTIONS)
         predictions.unlink(missing_ok=True)
         super().save(name, **kwargs)

@@ -46,6 +46,12 @@ def check_model(
             f"MODEL.BACKBONE.FREEZE_AT ({freeze_at}): without MODEL.WEIGHTS the frozen layers keep random values. "
             "Fix: set MODEL.BACKBONE.FREEZE_AT 0, or give MODEL.WEIGHTS."
         )
+    channels = 1 if cfg.INPUT.FORMAT == "L" else 3
+    if len(cfg.MODEL.PIXEL_MEAN) != channels:
+        report.warnings.append(
+            f"MODEL.PIXEL_MEAN ({len(cfg.MODEL.PIXEL_MEAN)} values): images of INPUT.FORMAT {cfg.INPUT.FORMAT} have "
+            f"{channels} channels. Fix: give as many values, unless an own build_train_loader gives other images."
+        )
     report.errors += unread_keys(cfg)
     try:
         model = build_checked_model(cfg, "meta")

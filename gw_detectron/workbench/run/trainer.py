@@ -44,16 +44,18 @@ from fvcore.nn.precise_bn import get_bn_modules
 
 from ...atomic import AtomicPathManager
 from ...config import changed_config
-from ...errors import ConfigError, NonFiniteError
+from ...errors import ConfigError, NonFiniteError, summarize_names
 from ...norms.listing import norm_summary
 from ...weights import (
     RUN_RECORD_KEY,
+    Checkpoint,
     GWDetectionCheckpointer,
     LazyCheckpoint,
     LoadReport,
     RunRecord,
     load_checkpoint,
     open_start_weights,
+    trained_classes,
 )
 from ..dataset.dataset_checks import wrong_evaluator
 from ..dataset.metadata import classes_of
@@ -455,6 +457,7 @@ class Trainer(DefaultTrainer):
             self.start_iter = _next_iteration(states, start.address)
         elif checkpoint and comm.is_main_process():
             self.record.set_start_weights(checkpoint)
+            self._warn_of_other_classes(checkpoint)
 
         report = load_checkpoint(
             self.checkpointer, checkpoint, allow_partial=self.allow_partial
@@ -470,6 +473,18 @@ class Trainer(DefaultTrainer):
         log.info("seed: %d", self.record.seed)
         check_same_start(self.checkpointer.model, start, self.start_iter)
         return report
+
+    def _warn_of_other_classes(self, checkpoint: Checkpoint) -> None:
+        """Warn if the outputs of other classes fit by their number, and are loaded."""
+        theirs = list(trained_classes(checkpoint).values())
+        ours = [str(entry["name"]) for entry in self.record.classes]
+        if len(theirs) == len(ours) and theirs != ours:
+            log.warning(
+                "MODEL.WEIGHTS: was trained for %s; the outputs of these classes are where %s begin. Fix: give "
+                "the classes the same names and order, if they are the same",
+                summarize_names(theirs, 8),
+                summarize_names(ours, 8),
+            )
 
     def before_step(self) -> None:
         seed_generators(self.record.seed, STEP, comm.get_rank(), self.iter)

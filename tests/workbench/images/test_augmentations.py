@@ -143,6 +143,26 @@ def test_boxes_stay_as_annotated_where_nothing_moves(small_dataset):
     assert example["instances"].gt_boxes.tensor.tolist() == [[0, 0, width, height]]
 
 
+@pytest.mark.parametrize("objects", [0, 9])
+def test_boxes_of_a_crop_are_those_of_its_masks(small_dataset, objects):
+    changes = {
+        "MODEL.MASK_ON": True,
+        "INPUT.MIN_SIZE_TRAIN": (96,),
+        "INPUT.CROP.ENABLED": True,
+    }
+    record = DatasetCatalog.get("gw_synthetic_train")[0]
+    mapper = training_mapper(config(**changes))
+
+    example = mapper({**record, "annotations": record["annotations"][:objects]})
+
+    found = example["instances"]
+    assert bool(len(found)) == bool(objects)
+    if objects:
+        tight = found.gt_masks.get_bounding_boxes()
+        tight.clip(found.image_size)
+        assert torch.equal(found.gt_boxes.tensor, tight.tensor)
+
+
 def test_a_crop_may_be_larger_than_an_example():
     assert build_augmentations(config("RandomCrop(size=4096)"))
 
@@ -162,6 +182,7 @@ REFUSED = (
     "MixUp()",
     "RandomIoUCrop()",
     "Pad(9, padding_mode='reflect')",
+    "RandomRotation(20, fill={'others': 114})",
 )
 
 

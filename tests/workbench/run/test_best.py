@@ -165,7 +165,8 @@ def test_the_best_weights_are_kept_and_used_and_patience_ends_the_run(
 
     left = scripted(6.0)
     run(tmp_path, "--resume", TEST__PATIENCE=3)
-    assert not left and checkpoint(tmp_path, "best")["iteration"] == 6
+    assert not left and checkpoint(tmp_path, "best")["iteration"] == 5
+    assert RunFolder(tmp_path).best_iteration == 6  # of 6
 
 
 def test_a_stop_while_the_best_weights_are_written_repeats_the_evaluation(
@@ -202,7 +203,7 @@ def test_a_finished_run_that_is_resumed_counts_no_further_iteration(tmp_path, sc
     scripted(9.0)
     run(tmp_path, "--resume", SOLVER__MAX_ITER=1)
 
-    assert checkpoint(tmp_path, "best")["iteration"] == 1
+    assert checkpoint(tmp_path, "best")["iteration"] == 0
     last = RunFolder(tmp_path).metrics[-1]
     assert (last["iteration"], last["bbox/AP"]) == (1, 9)
 

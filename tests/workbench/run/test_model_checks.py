@@ -269,6 +269,18 @@ def test_the_advice_is_followed_and_the_run_starts(check, mistake, advised):
     assert not check(**mistake | advised).errors
 
 
+@pytest.mark.parametrize(("image_format", "values"), [("BGR", 1), ("RGB", 4), ("L", 3)])
+def test_another_number_of_channels_than_the_images_have_is_a_warning(
+    check, image_format, values
+):
+    mean_and_std = {
+        "MODEL__PIXEL_MEAN": [100.0] * values,
+        "MODEL__PIXEL_STD": [50.0] * values,
+    }
+    warnings = check(INPUT__FORMAT=image_format, **mean_and_std).warnings
+    assert any(f"PIXEL_MEAN ({values} values)" in text for text in warnings)
+
+
 def test_a_run_that_ends_before_its_steps_is_a_warning(check):
     report = check(SOLVER__STEPS=(30, 45), SOLVER__MAX_ITER=45)
 

@@ -157,6 +157,18 @@ def earlier(tmp_path):
     return tmp_path
 
 
+def test_a_linked_folder_is_not_emptied(earlier, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "kept").write_text("")
+    folder = earlier / "inference_mixed"
+    folder.symlink_to(elsewhere)
+
+    remove_files([folder])
+
+    assert not folder.exists()
+    assert (elsewhere / "kept").exists()
+
+
 def begin_run(cfg, eval_only):
     run = open_run(cfg, eval_only=eval_only, ignore_preflight=True)
     with run.lock:

@@ -190,6 +190,18 @@ class TestFlags:
         assert "\x1b" not in log + before
 
 
+def test_outputs_of_other_classes_are_told(copy, tmp_path):
+    weights = copy / "model_final.pth"
+    content = torch.load(weights, weights_only=True)
+    for entry in content["record"]["classes"]:
+        entry["name"] = f"old {entry['name']}"
+    torch.save(content, weights)
+
+    main(arguments(tmp_path / "new", MODEL__WEIGHTS=weights, **SHORT))
+
+    assert "was trained for old " in (tmp_path / "new" / "log.txt").read_text()
+
+
 def test_screen_says_time_left_and_epochs(tmp_path, capsys):
     given = arguments(tmp_path, SOLVER__MAX_ITER=8, DATASETS__TEST="()")
     main(given)

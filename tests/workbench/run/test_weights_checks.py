@@ -12,7 +12,7 @@ from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 
 from gw_detectron.errors import CheckReport, PreflightError
-from gw_detectron.weights import open_start_weights
+from gw_detectron.weights import detector_file, open_start_weights
 from gw_detectron.workbench.run.checks import check_run
 from gw_detectron.workbench.run.model_checks import _PREPROCESSING
 
@@ -265,8 +265,18 @@ class TestResume:
         assert "another checkpoint into last_checkpoint" in error
         assert not check(overwrite=True).errors
 
+    def test_a_run_that_was_killed_before_its_first_tag(self, output):
+        assert not open_start_weights("", str(output)).resumed
+        for name in ("model_0000009.pth", "model_0000011.pth"):
+            path = self.checkpoint(output, name)
+
+        start = open_start_weights("", str(output))
+        assert start.resumed and start.address == str(path)
+        assert detector_file(output) == str(path)
+
     def test_a_last_checkpoint_that_does_not_exist(self, check, output):
         self.checkpoint(output, "model_0000001.pth")
+        self.checkpoint(output, "model_final.pth")
 
         error = only_error(check(resume=True))
         assert "last_checkpoint" in error

@@ -1,0 +1,64 @@
+"""Check the records of a dataset that is registered as a Python function."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from detectron2.structures import BoxMode
+
+from .faults import Fault, describe
+
+_TRAINED = ("file_name",)
+#: of Detectron2's conversion of records to COCO, which its evaluation begins with
+_EVALUATED = ("file_name", "image_id", "height", "width")
+_MODES = (BoxMode.XYXY_ABS, BoxMode.XYWH_ABS)
+_SAME_ID = Fault("share their image_id", "give each record its own")
+_CATEGORY = Fault(
+    "have a category_id that is not an index of thing_classes",
+    "count from 0, and set thing_classes in MetadataCatalog",
+)
+_BOX_MODE = Fault(
+    "have another bbox_mode", "write BoxMode.XYXY_ABS or BoxMode.XYWH_ABS"
+)
+
+
+def check_records(
+    records: Sequence[Mapping[str, Any]],
+    classes: Sequence[str] | None,
+    *,
+    evaluated: bool,
+) -> list[str]:
+    """Return errors of records in Detectron2's format, which a training would meet late or never.
+
+    Equal ids would join the objects of several images: another AP.
+    """
+    if not records:
+        return [
+            "no records. Fix: return one for each image, in Detectron2's dataset format."
+        ]
+    if not any("annotations" in record for record in records):
+        return []  # of segmentation, or photos to detect in
+    if classes is None:
+        return ["no thing_classes. Fix: set them in MetadataCatalog."]
+
+    found: dict[Fault, list[Any]] = {}
+    for field in _EVALUATED if evaluated else _TRAINED:
+        fault = Fault(f"have no {field}", "add it")
+        found[fault] = [place for place, row in enumerate(records) if field not in row]
+    if evaluated:
+        found[_SAME_ID] = _repeated(row.get("image_id") for row in records)
+    errors, _ = describe(found, len(records), "records", "records ")
+
+    objects = [row for record in records for row in record.get("annotations", ())]
+    categories = [row.get("category_id") for row in objects]
+    modes = [row.get("bbox_mode") for row in objects]
+    wrong = {
+        _CATEGORY: [value for value in categories if value not in range(len(classes))],
+        _BOX_MODE: [value for value in modes if value not in _MODES],
+    }
+    return errors + describe(wrong, len(objects), "annotations")[0]
+
+
+def _repeated(ids: Iterable[Any]) -> list[Any]:
+    counts = Counter(number for number in ids if number is not None)
+    return [number for number, count in counts.items() if count > 1]
