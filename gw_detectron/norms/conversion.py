@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import ConfigError, NormError
 from ..layers import GroupWhitening2d, WeightStandardized, standardize_weights
 from ..layers.mixed_norms import MixedNorm
-from .listing import channels_of, evaluation_spec, norm_rows, norm_summary
+from .listing import evaluation_spec, is_norm, norm_rows, norm_summary
 from .names import Norm, build_norm
 from .positions import POSITIONS, norms_at
 from .replacement import describe, has_channels_last, loses_statistics, replacement
@@ -78,9 +78,7 @@ def convert_norms(model: nn.Module, plan: Plan) -> ConversionReport:
         NormError, ConfigError: a norm is unknown or does not fit a layer, or positions are unknown.
     """
     _check_model(model)
-    layers = {
-        name: module for name, module in model.named_modules() if channels_of(module)
-    }
+    layers = {name: module for name, module in model.named_modules() if is_norm(module)}
     before = {name: describe(layer) for name, layer in layers.items()}
 
     new = _replacements(layers, _specs(model, layers, plan))
@@ -95,7 +93,7 @@ def convert_norms(model: nn.Module, plan: Plan) -> ConversionReport:
 
 
 def _check_model(model: nn.Module) -> None:
-    if channels_of(model):
+    if is_norm(model):
         raise NormError(
             "convert_norms: the model is a norm layer itself. Fix: build the other norm."
         )

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .names import norm_spec
@@ -29,16 +29,26 @@ def channels_of(layer: nn.Module) -> int:
     if isinstance(layer, _NormBase):
         return layer.num_features
 
-    has_name = norm_spec(layer) is not None
-    scale = (layer._parameters | layer._buffers).get("weight")
+    is_known = norm_spec(layer) is not None
+    scale = scale_of(layer)
     if scale is None:  # such as of GW or GN without scale and shift
-        return int(getattr(layer, "num_channels", 0)) if has_name else 0
+        return int(getattr(layer, "num_channels", 0)) if is_known else 0
 
     class_name = type(layer).__name__
     looks_like_norm = "Norm" in class_name and "GlobalResponse" not in class_name
-    if has_name or (looks_like_norm and scale.dim() == 1):
+    if is_known or (looks_like_norm and scale.dim() == 1):
         return len(scale)
     return 0
+
+
+def is_norm(layer: nn.Module) -> bool:
+    """Return whether a module is a norm layer, also of an unknown class; see :func:`channels_of`."""
+    return channels_of(layer) > 0
+
+
+def scale_of(layer: nn.Module) -> Tensor | None:
+    """Return a module's own parameter or buffer ``weight``; an attribute may be of something else."""
+    return (layer._parameters | layer._buffers).get("weight")
 
 
 def norm_rows(model: nn.Module) -> list[NormRow]:

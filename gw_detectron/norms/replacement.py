@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from ..errors import NormError
 from ..layers import BatchRenorm2d, BatchWhitening2d, GroupWhitening2d
 from ..layers.mixed_norms import MixedNorm, check_variance
-from .listing import channels_of
+from .listing import channels_of, is_norm, scale_of
 from .names import Norm, build_norm, norm_spec
 
 _AFFINE = ("weight", "bias")
@@ -131,7 +131,8 @@ def has_channels_last(layer: nn.Module) -> bool:
 
 def _runs(layer: nn.Module, shape: tuple[int, ...]) -> bool:
     """Return whether a layer takes an input of this shape; its state stays."""
-    scale: Any = (layer._parameters | layer._buffers)["weight"]
+    scale = scale_of(layer)
+    assert scale is not None, "a norm of an unknown class has one"
     try:
         with torch.no_grad():
             copy.deepcopy(layer).eval()(scale.new_zeros(shape))
@@ -203,9 +204,7 @@ def _check_statistics(old: nn.Module, new: nn.Module, spec: Norm, where: str) ->
         return
 
     # BN with track_running_stats=False, and Detectron2's CycleBatchNormList
-    had_statistics = isinstance(old, _BatchNorm) or any(
-        map(channels_of, old.children())
-    )
+    had_statistics = isinstance(old, _BatchNorm) or any(map(is_norm, old.children()))
     is_fixed = isinstance(new, MixedNorm) or describe(new).startswith("Frozen")
     if had_statistics or is_fixed:
         raise NormError(

@@ -57,9 +57,9 @@ class MixWhiten(torch.autograd.Function):
             whitening = mixed_inverse_sqrt(mean, sigma, mixture, num_iters)
 
             y = torch.empty_like(u, dtype=x.dtype)
-            shift = mixture.b * mean - large
+            center = mixture.b * mean - large
             matmul.apply_whitening(
-                u, shift, whitening, norm.weight, norm.bias, False, out=y
+                u, center, whitening, norm.weight, norm.bias, False, out=y
             )
 
         ctx.save_for_backward(x, *norm[:-1], mean, sigma, large)
@@ -120,8 +120,8 @@ def _gradients(
     dy = matmul.prepare(dy)
     du = torch.empty_like(u)
 
-    shift = mixture.b * mean - large
-    products, sums = matmul.grad_products(u, shift, dy, groups, None, out=du)
+    center = mixture.b * mean - large
+    products, sums = matmul.grad_products(u, center, dy, groups, None, out=du)
     scale = matmul.per_channel(norm.weight, mean).mT[:, None]
     grad_whitening = matmul.scaled_sum(products, scale[..., None])
 

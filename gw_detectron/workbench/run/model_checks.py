@@ -236,21 +236,22 @@ def _check_norms(
 
 
 def _check_preprocessing(
-    cfg: CfgNode, images: Preprocessing, report: CheckReport
+    cfg: CfgNode, expected: Preprocessing, report: CheckReport
 ) -> None:
     changes = []
-    if images.input_format != cfg.INPUT.FORMAT:
-        changes.append(f"INPUT.FORMAT {images.input_format}")
+    if expected.input_format != cfg.INPUT.FORMAT:
+        changes.append(f"INPUT.FORMAT {expected.input_format}")
     for key, wanted in (
-        ("PIXEL_MEAN", images.pixel_mean),
-        ("PIXEL_STD", images.pixel_std),
+        ("PIXEL_MEAN", expected.pixel_mean),
+        ("PIXEL_STD", expected.pixel_std),
     ):
+        # another number of values is a fault of its own
         pairs = zip(cfg.MODEL[key], wanted, strict=False)
         if any(abs(given - value) >= 0.05 for given, value in pairs):
             changes.append(f'MODEL.{key} "{list(wanted)}"')
     is_bottleneck = cfg.MODEL.RESNETS.DEPTH >= 50
-    if is_bottleneck and images.stride_in_1x1 != cfg.MODEL.RESNETS.STRIDE_IN_1X1:
-        changes.append(f"MODEL.RESNETS.STRIDE_IN_1X1 {images.stride_in_1x1}")
+    if is_bottleneck and expected.stride_in_1x1 != cfg.MODEL.RESNETS.STRIDE_IN_1X1:
+        changes.append(f"MODEL.RESNETS.STRIDE_IN_1X1 {expected.stride_in_1x1}")
     if changes:
         report.errors.append(
             f"MODEL.WEIGHTS ('{cfg.MODEL.WEIGHTS}'): {PREPROCESSING_DIFFERS}. Fix: set {', '.join(changes)}."

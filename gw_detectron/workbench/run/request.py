@@ -136,3 +136,27 @@ class RunRequest:
     def changes(self, key: str) -> bool:
         """Return whether the user has set a config key beside the yaml."""
         return key in self.opts
+
+    def check_flags(self) -> None:
+        """Raise ConfigError if flags contradict each other."""
+        if self.overwrite and (self.resume or self.eval_only):
+            other = "--eval-only, which keeps"
+            if self.resume:
+                other = "--resume, which continues"
+            raise ConfigError(
+                f"--overwrite: given together with {other} the earlier run. Fix: give one of the two."
+            )
+
+        has_epochs = self.epochs is not None
+        has_length = has_epochs or self.changes("SOLVER.MAX_ITER")
+        if self.minutes is not None and has_length:
+            other = "--epochs" if has_epochs else "SOLVER.MAX_ITER"
+            raise ConfigError(
+                f"--minutes: given together with {other}. Fix: give one of the two."
+            )
+
+        if self.mix and not self.eval_only:
+            raise ConfigError(
+                f"--mix ({self.mix!r}): only evaluates. Fix: give it to gw-detectron eval, or train with "
+                "MODEL.RESNETS.WHITEN_NORM MixGW."
+            )

@@ -123,28 +123,9 @@ def prepare(request: RunRequest) -> PreparedRun:
 
 def _resolved(request: RunRequest) -> RunRequest:
     """Return a request with the path of its config, and with the keys that follow from its RUN."""
-    if request.overwrite and (request.resume or request.eval_only):
-        other = (
-            "--resume, which continues"
-            if request.resume
-            else "--eval-only, which keeps"
-        )
-        raise ConfigError(
-            f"--overwrite: given together with {other} the earlier run. Fix: give one of the two."
-        )
+    request.check_flags()
     if request.minutes is not None:
         check_minutes(request.minutes)
-        has_epochs = request.epochs is not None
-        if has_epochs or request.changes("SOLVER.MAX_ITER"):
-            other = "--epochs" if has_epochs else "SOLVER.MAX_ITER"
-            raise ConfigError(
-                f"--minutes: given together with {other}. Fix: give one of the two."
-            )
-    if request.mix and not request.eval_only:
-        raise ConfigError(
-            f"--mix ({request.mix!r}): only evaluates. Fix: give it to gw-detectron eval, or train with "
-            "MODEL.RESNETS.WHITEN_NORM MixGW."
-        )
     config_file, opts = request.config_file, request.opts
     if request.run:
         weights = detector_file(request.run)
