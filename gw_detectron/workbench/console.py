@@ -1,6 +1,7 @@
 """The console of all commands: errors and exit codes, output, progress bars."""
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -36,11 +37,16 @@ def errors_reported() -> Iterator[None]:
     The exit status is 1, or 128 + the number of the signal: 143 (SIGTERM), 129 (SIGHUP), 130
     (Ctrl-C).
     """
+    with _readers_may_end(), _failures_reported():
+        yield
+
+
+@contextlib.contextmanager
+def _failures_reported() -> Iterator[None]:
     try:
         with (
             signals_handled(interrupt, *TERMINATING, signal.SIGINT),
             safe_imports(),
-            _reader_may_end(),
         ):
             yield
 
@@ -127,10 +133,13 @@ def safe_imports() -> Iterator[None]:
 
 
 class _Output:
-    """A stream that goes to the null device once its reader has ended, as ``head`` does."""
+    """A stream that goes to the null device once its reader has ended, as ``head`` does.
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    The reader may be a terminal, too. Without a stream (``>&-``), all goes to the null device.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream or open(os.devnull, "w")  # noqa: SIM115, open as long as stdout
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -148,20 +157,23 @@ class _Output:
     def _null_device_after_reader(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:
+        except OSError as error:
+            # of a pipe, and of a terminal
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
             null_device = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null_device, self._stream.fileno())
             os.close(null_device)
 
 
 @contextlib.contextmanager
-def _reader_may_end() -> Iterator[None]:
-    """Go on in the body without output, in libraries as well, if the reader of stdout ends."""
+def _readers_may_end() -> Iterator[None]:
+    """Go on in the body without output, in libraries as well, if a reader of it ends."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a terminal of ASCII shows other characters as escapes, as stderr does
         sys.stdout.reconfigure(errors="backslashreplace")
-    output = _Output(sys.stdout)
-    with contextlib.redirect_stdout(output):
+    output, errors = _Output(sys.stdout), _Output(sys.stderr)
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
             yield
         finally:

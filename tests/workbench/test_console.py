@@ -1,8 +1,11 @@
 """What reaches a terminal: no control characters of names, and escapes where it has ASCII only."""
 
 import logging
+import os
 import subprocess
 import sys
+
+import pytest
 
 from gw_detectron.workbench.console import report_error
 from gw_detectron.workbench.run.logs import _PlainFormatter
@@ -41,3 +44,49 @@ def test_control_characters_of_log_lines_are_escaped():
     line = _PlainFormatter().format(record)
 
     assert line == "AP of \\x1b]0;title\\x07\\ud800\nnext line"
+
+
+LONGER_THAN_ITS_READER = """
+import sys
+from gw_detectron.workbench.console import errors_reported
+with errors_reported():
+    print("begins", flush=True)
+    sys.stdin.read()  # until the reader has gone
+    for stream in (sys.stdout, sys.stderr):
+        print("step", file=stream, flush=True)
+    open(sys.argv[1], "w").close()
+    raise FileNotFoundError("no step is lost")
+"""
+
+
+@pytest.mark.parametrize("connect", [os.openpty, os.pipe])
+def test_a_program_goes_on_without_its_terminal_or_pipe(tmp_path, connect):
+    reader, writer = connect()
+    program = subprocess.Popen(
+        [sys.executable, "-c", LONGER_THAN_ITS_READER, tmp_path / "done"],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=writer,
+        stderr=writer,
+        start_new_session=True,
+    )
+    os.close(writer)
+    assert os.read(reader, 6) == b"begins"
+
+    os.close(reader)
+    program.communicate()
+
+    assert program.returncode == 1
+    assert (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_output_may_be_closed(closed):
+    script = 'exec "$0" -c "$1" ' + closed
+    command = ["sh", "-c", script, sys.executable, PRINTING]
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert done.returncode == 1
+    assert ("names" in done.stdout) == closed.startswith("2")
+    assert ("Error" in done.stderr) == (closed == ">&-")

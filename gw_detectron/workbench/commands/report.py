@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from ...errors import ConfigError, printable
+from ..console import check_folder
 from ..report import PAGE, write_report
 from ..report.comparison_page import PAGE as RUNS
 from ..report.comparison_page import write_side_by_side
@@ -38,6 +39,8 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     """Write the page; print where it is and what it lacks."""
+    if args.output:
+        check_folder(args.output)  # before minutes of work
     options = {"images": args.images, "score": args.score}
     options = {name: value for name, value in options.items() if value is not None}
     if len(args.runs) == 1:

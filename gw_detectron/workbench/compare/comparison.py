@@ -38,12 +38,12 @@ from ..dataset.source import own_source
 from ..report.html import write_page
 from ..run import RunRequest, prepare
 from ..run.checks import check_run
-from ..run.folder import lock_output
+from ..run.folder import RESULT, lock_output
 from ..run.request import DatasetFlags
 from ..run.timing import LEAST_ITERATIONS
 from .jobs import measure, train
 from .plan import SEARCH_SEED, Costs, Job, Plan, check_plan, norm_keys, schedule_keys
-from .processes import RESULT, Processes, read_result, result_of, stop, write_json
+from .processes import Processes, read_result, result_of, stop, write_json
 from .schedule import EXTENTS, Schedule, affordable
 from .verdict import summarize
 from .verdict_page import verdict_sections

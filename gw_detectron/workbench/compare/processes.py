@@ -18,9 +18,9 @@ import torch
 from ...atomic import atomic_write
 from ...errors import RunError
 from ..console import errors_reported
+from ..run.folder import RESULT
 
 LOG = "process.txt"
-RESULT = "result.json"
 _PATIENCE = 60.0  # seconds for the checkpoint of a run that is stopped
 # processes that start with the imports done, and without CUDA
 _CONTEXT = multiprocessing.get_context("forkserver")

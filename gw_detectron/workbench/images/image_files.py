@@ -328,4 +328,5 @@ def evaluation_input(
 
 def channels_first(pixels: np.ndarray) -> Tensor:
     """Return pixels, (H, W, 3), as (3, H, W) float32."""
-    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))).float()
+    # Pillow's gray pixels are read-only
+    return torch.from_numpy(pixels.transpose(2, 0, 1).copy()).float()

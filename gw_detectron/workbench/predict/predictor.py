@@ -35,6 +35,7 @@ _OWN_ARGUMENTS = (
     "MODEL.DEVICE",
     "MODEL.ROI_HEADS.SCORE_THRESH_TEST",
     "MODEL.RETINANET.SCORE_THRESH_TEST",
+    "TEST.AUG.ENABLED",
 )
 
 
@@ -105,13 +106,18 @@ def open_predictor(
     for key in opts:
         if key in _OWN_ARGUMENTS:
             raise ConfigError(
-                f"{key}: not a key for prediction. Fix: give MODEL, --device or --score-threshold."
+                f"{key}: not a key for prediction. Fix: give MODEL, --device or --score-threshold; "
+                "test-time augmentation is of gw-detectron eval only."
             )
 
     model = detector_file(model)
     cfg = read_config(config_file or _config_beside(model), opts)
     checkpoint = open_checkpoint(model)
     check_recorded_config(cfg, checkpoint)
+    if cfg.TEST.AUG.ENABLED:
+        log.warning(
+            "TEST.AUG.ENABLED (True): prediction has no test-time augmentation."
+        )
     cfg.MODEL.WEIGHTS = model
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = score_threshold
     cfg.MODEL.RETINANET.SCORE_THRESH_TEST = score_threshold

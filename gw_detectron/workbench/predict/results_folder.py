@@ -66,10 +66,10 @@ def check_output(
     output: str | os.PathLike[str], sources: Iterable[ImageSource]
 ) -> None:
     """Refuse an output folder with other files than earlier predictions, or with a source."""
-    folder = Path(output).resolve()
+    folder = Path(os.path.realpath(output))
     check_replaceable(folder, _FILES)
     for source in sources:
-        if source.path.resolve().is_relative_to(folder):
+        if Path(os.path.realpath(source.path)).is_relative_to(folder):
             raise ConfigError(
                 f"output ('{output}'): would replace the input '{source.path}'. Fix: give another "
                 "folder."
@@ -92,7 +92,7 @@ def write_predictions(
     ``<output>.partial`` holds what was done. Earlier predictions are replaced.
     """
     check_output(output, sources)
-    partial = Path(f"{Path(output).resolve()}.partial")
+    partial = Path(f"{os.path.realpath(output)}.partial")
     check_replaceable(partial, _FILES)
     if pictures:
         require_packages("pictures", "cv2")

@@ -63,19 +63,21 @@ class ImageSource:
             yield np.ascontiguousarray(frame[:, :, ::-1])
             is_read, frame = capture.read()
 
-        expected = capture.get(cv2.CAP_PROP_FRAME_COUNT)  # an estimate
-        if count < max(1, 0.9 * expected):
+        expected = max(1, capture.get(cv2.CAP_PROP_FRAME_COUNT))  # an estimate
+        if count < 0.9 * expected:
+            problem = f"{count} of about {expected:.0f} frames can be read"
+            if not capture.isOpened():
+                problem = "OpenCV cannot open it"
             raise DataError(
-                f"video ('{self.path}'): {count} of about {expected:.0f} frames can be read. Fix: "
-                "repair it or give another one."
+                f"video ('{self.path}'): {problem}. Fix: repair it or give another one."
             )
 
 
 def find_sources(inputs: Iterable[str | os.PathLike[str]]) -> list[ImageSource]:
     """Find the images and videos that files, folders and patterns such as ``photos/**/*.jpg`` name.
 
-    A folder means the images below it; a file that is named twice is taken once. Those of a folder
-    or pattern are sorted by path.
+    A folder means the images below it; a file that is named twice, or found through linked folders,
+    is taken once. Those of a folder or pattern are sorted by path.
     """
     folders: list[str] = []
     paths: list[str] = []
@@ -93,17 +95,30 @@ def find_sources(inputs: Iterable[str | os.PathLike[str]]) -> list[ImageSource]:
             "inputs: none. Fix: give images, a folder, a pattern or a video."
         )
     shared = os.path.commonpath(folders)
-    unique = dict.fromkeys(paths)
-    return [ImageSource(Path(path), os.path.relpath(path, shared)) for path in unique]
+    unique: dict[str, str] = {}
+    for path in paths:
+        folder, name = os.path.split(path)
+        file = os.path.join(os.path.realpath(folder), name)
+        # a pattern follows a link to a folder above it many times
+        unique[file] = min(unique.get(file, path), path, key=len)
+    return [
+        ImageSource(Path(path), os.path.relpath(path, shared))
+        for path in unique.values()
+    ]
 
 
 def _find_files(given: str) -> list[str]:
     if os.path.isfile(given):  # its name may look like a pattern
         return [given]
-    files = sorted(filter(os.path.isfile, glob.glob(given, recursive=True)))
+
+    found = glob.glob(given, recursive=True)
+    if not found:  # brackets may be of a name
+        found = glob.glob(given.replace("[", "[[]"), recursive=True)
+    # a broken link is an error of its prediction
+    files = sorted(path for path in found if not os.path.isdir(path))
     if not files:
         raise MissingFileError(
             f"input ('{given}'): not found (cwd: {os.getcwd()}). Fix: give images, a folder, a "
-            "pattern or a video."
+            "pattern, in which [[] means [, or a video."
         )
     return files

@@ -113,7 +113,7 @@ def _open_runs(folders: Sequence[str | os.PathLike[str]]) -> dict[str, RunFolder
 
     They are different ones, which were evaluated on the same classes, images and annotations.
     """
-    paths = [Path(folder).resolve() for folder in folders]
+    paths = [Path(os.path.realpath(folder)) for folder in folders]
     if len(set(paths)) < len(paths):
         raise ConfigError(
             f"RUN ({', '.join(map(str, folders))}): one is given twice. Fix: give each once."

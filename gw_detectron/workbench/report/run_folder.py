@@ -25,7 +25,14 @@ from ...errors import (
 from ...weights import best_checkpoint, read_weights_file
 from ...weights.opening import BEST_CHECKPOINT
 from ..dataset.coco_scores import COCO_TASKS
-from ..run.folder import BEST_PREDICTIONS, CONVERTED, METRICS, PREDICTIONS, read_metrics
+from ..run.folder import (
+    BEST_PREDICTIONS,
+    CONVERTED,
+    METRICS,
+    PREDICTIONS,
+    RESULT,
+    read_metrics,
+)
 from ..run.run_datasets import use_recorded_datasets
 from .detections import Detections, ImageMatches, is_usable_result
 
@@ -128,6 +135,12 @@ class RunFolder:
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """The images of the dataset, as Detectron2 describes them."""
+        is_evaluated = (self.folder / "inference").is_dir()
+        if (self.folder / RESULT).is_file() and not is_evaluated:
+            raise MissingFileError(
+                f"RUN ('{self.folder}'): gw-detectron compare keeps scores and curves of its runs, but no weights, "
+                "predictions and split datasets. Fix: see comparison.html, or train with its recommended.yaml."
+            )
         use_recorded_datasets(self.cfg, self.config_file, str(self.folder))
         if self.dataset not in DatasetCatalog.list():
             raise DataError(
@@ -161,6 +174,8 @@ class RunFolder:
         fix = f"Fix: evaluate again, by `{shlex.join(self._evaluation_command())}`."
         try:
             results = json.loads(path.read_text())
+            if not isinstance(results, list):
+                raise TypeError("not a list of results")
             unusable = [row for row in results if not is_usable_result(row, truth)]
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise DataError(f"'{path}': cannot be read: {error}. {fix}") from error

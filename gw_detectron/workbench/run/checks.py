@@ -53,6 +53,10 @@ def check_run(
                 f"OUTPUT_DIR (now '{cfg.OUTPUT_DIR}') to the folder of a run and add --resume."
             )
     else:
+        if cfg.OUTPUT_DIR.encode(errors="ignore").decode() != cfg.OUTPUT_DIR:
+            report.errors.append(
+                f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): not UTF-8, which TensorBoard needs. Fix: give another."
+            )
         _check_schedule(cfg, report)
         try:
             build_augmentations(cfg)

@@ -103,6 +103,7 @@ def build_coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEva
     with _keypoints_kept(DatasetCatalog.get(name)):
         file = os.path.join(folder, f"{name}{CONVERTED}")
         convert_to_coco_json(name, file, allow_cached=False)
+    metadata.json_file = file  # else Detectron2 warns of a cached file
     evaluator = DenseCOCOEvaluator(name, output_dir=folder, **options)
     vars(metadata).pop("json_file", None)
     return evaluator

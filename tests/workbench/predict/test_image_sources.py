@@ -28,6 +28,22 @@ def test_a_folder_a_pattern_and_files(tmp_path, photos, monkeypatch):
     assert names(tmp_path / "more", photos / "b.png") == ["more/b.png", "photos/b.png"]
 
 
+def test_links_to_a_folder_above_name_each_file_once(photos):
+    (photos / "again").symlink_to(".")
+    (photos / "sub" / "c.jpg").symlink_to("c.jpg")
+
+    assert names(photos / "**" / "*.*") == ["b.png", "sub/a.jpg", "sub/c.jpg"]
+    assert names(photos) == ["b.png", "sub/a.jpg", "sub/c.jpg"]
+
+
+def test_brackets_of_a_name_in_a_pattern(photos):
+    folder = photos.rename(photos.with_name("set [2024]"))
+
+    assert names(folder / "*.png") == ["b.png"]
+    with pytest.raises(MissingFileError, match=r"\[\[\] means \["):
+        find_sources([str(folder / "[b].png")])
+
+
 def test_nothing_to_read(tmp_path):
     for missing in ("none.jpg", "*.jpg"):
         with pytest.raises(
@@ -53,9 +69,12 @@ def test_frames_of_a_video(video):
 def test_damaged_files(tmp_path, video):
     (tmp_path / "text.jpg").write_text("no image")
     (tmp_path / "cut.avi").write_bytes(video.read_bytes()[:200])
-    for name in ("text.jpg", "cut.avi"):
-        with pytest.raises(DataError, match=name):
+    (tmp_path / "text.mp4").write_text("no video")
+    for name in ("text.jpg", "cut.avi", "text.mp4"):
+        with pytest.raises(DataError, match=name) as caught:
             list(find_sources([tmp_path / name])[0].images())
+    assert "OpenCV cannot open it" in str(caught.value)
+
     content = video.read_bytes()
     (tmp_path / "half.avi").write_bytes(
         content[: content.rindex(b"00dc", 0, content.index(b"idx1")) - 100]

@@ -7,9 +7,10 @@ import pytest
 import torch
 from detectron2.engine import DefaultPredictor
 
-from gw_detectron.config import read_config
+from gw_detectron.config import default_config, read_config
 from gw_detectron.errors import ConfigError, MissingFileError, UserError
 from gw_detectron.workbench.predict import open_predictor
+from gw_detectron.workbench.predict.predictor import Predictor
 
 NAMES = ["fork", "cup", "plate"]
 
@@ -115,6 +116,7 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
             {"opts": ["MODEL.WEIGHTS", "x.pth"]},
             r"MODEL\.WEIGHTS: not a key for prediction",
         ),
+        ({"opts": ["TEST.AUG.ENABLED", True]}, "no.* key .*augmentation"),
         ({"opts": ["MODEL.WEIGHT", "x.pth"]}, "unknown config key 'MODEL.WEIGHT'"),
         (
             {"opts": ["INPUT.FORMAT", "BGR"]},
@@ -131,3 +133,25 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
 def test_options_that_do_not_fit(run_folder, options, message):
     with pytest.raises(ConfigError, match=message):
         open_predictor(str(run_folder), **options)
+
+
+def test_a_config_with_test_time_augmentation_predicts_without_it(
+    run_folder, tmp_path, caplog
+):
+    path = tmp_path / "config.yaml"
+    cfg = read_config(run_folder / "config.yaml", ["TEST.AUG.ENABLED", True])
+    path.write_text(cfg.dump())
+
+    open_predictor(str(run_folder), config_file=path, device="cpu")
+
+    assert "TEST.AUG.ENABLED (True): prediction has no" in caplog.text
+
+
+def test_gray_pixels_are_taken_without_a_warning(photo, recwarn):
+    cfg = default_config()
+    cfg.INPUT.FORMAT, cfg.INPUT.MIN_SIZE_TEST = "L", 0
+
+    pixels = Predictor(None, cfg, None, 0.5).input(photo)["image"]
+
+    assert pixels.shape == (1, *photo.shape[:2])
+    assert not recwarn.list

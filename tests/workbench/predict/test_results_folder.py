@@ -173,15 +173,16 @@ def test_large_images_are_named_with_tiles(tmp_path, photos, predictor, predict)
 def test_broken_files_are_named_and_the_others_predicted(tmp_path, photos, predict):
     (photos / "a.jpg").write_bytes(b"no image")
     (photos / "c.png").touch()
+    (photos / "self.png").symlink_to("self.png")
     summary, results = predict(photos)
 
-    assert list(summary.failed) == ["a.jpg", "c.png"]
+    assert list(summary.failed) == ["a.jpg", "c.png", "self.png"]
     assert "not an image file" in summary.failed["a.jpg"]
     assert [row["image_id"] for row in results] == [1, 2]
 
     for path in (photos / "b.png", photos / "sub" / "a.jpg"):
         path.unlink()
-    with pytest.raises(DataError, match=r"inputs \(2\): none can be predicted.*a.jpg"):
+    with pytest.raises(DataError, match=r"inputs \(3\): none can be predicted.*a.jpg"):
         predict(photos)
     earlier = json.loads((tmp_path / "out" / "predictions.json").read_text())
     assert earlier == results

@@ -174,6 +174,16 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path):
         write_report(folder)
 
 
+def test_links_that_point_to_themselves_are_named(tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    run = str(write_run(tmp_path / "run"))
+    words = ([run, "--output", str(loop)], [run, str(loop), "--output", f"{run}/x"])
+    for each in words:
+        with pytest.raises((FileAccessError, MissingFileError), match="loop"):
+            main(get_parser().parse_args(each))
+
+
 def test_names_of_classes_are_cut_and_escaped_on_the_page(tmp_path):
     folder = write_run(tmp_path / "run\x1b[31m")
     names = ["n" * 10_000, "n" * 10_000, "a\n\x1b[31m\ud800"]

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -77,6 +78,7 @@ def with_values(**values):
         (lambda path: path.write_text('[{"image_id"'), "coco_instances_results"),
         (lambda path: path.write_text("[" * 5000), "coco_instances_results"),
         (lambda path: path.write_text("3"), "coco_instances_results"),
+        (lambda path: path.write_text("{}"), "not a list of results"),
         (lambda path: path.write_text("[3]"), "1 of 1"),
         (lambda path: change_json(path, with_values(image_id=99)), "12 of 12"),
         (lambda path: change_json(path, with_values(image_id=[1])), "12 of 12"),
@@ -116,6 +118,14 @@ def test_annotations_of_a_dataset_that_was_registered_in_python(folder):
     run.cfg.DATASETS.TEST = ("py_val",)
 
     assert len(run.detections.truth.anns) == IMAGES * OBJECTS
+
+
+def test_a_run_of_a_comparison_tells_what_it_does_not_keep(folder):
+    shutil.rmtree(folder / "inference")
+    (folder / "result.json").write_text("{}")
+
+    with pytest.raises(MissingFileError, match=r"compare keeps .* Fix: see"):
+        _ = RunFolder(folder).detections
 
 
 def test_datasets_that_cannot_be_used_are_named(folder):

@@ -130,7 +130,7 @@ def test_an_ap_is_added_only_beyond_the_limit_of_the_task(crowded, task, count, 
     assert all(scores[name] > scores["AP"] + 10 for name in names)
 
 
-def test_a_python_dataset_whose_ids_are_names_stays_as_it_is(tmp_path):
+def test_a_python_dataset_whose_ids_are_names_stays_as_it_is(tmp_path, caplog):
     annotation = {
         "bbox": [5, 5, 25, 25],
         "bbox_mode": BoxMode.XYXY_ABS,
@@ -149,6 +149,8 @@ def test_a_python_dataset_whose_ids_are_names_stays_as_it_is(tmp_path):
         (truth,) = evaluator._coco_api.dataset["annotations"]
         assert truth["keypoints"] == [9.5, 9.5, 2]
         assert annotation["keypoints"] == [10, 10, 2]
+        assert not hasattr(MetadataCatalog.get("named"), "json_file")
+    assert "cached" not in caplog.text
 
     evaluator.reset()
     instances = Instances((40, 50))

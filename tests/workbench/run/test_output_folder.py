@@ -372,3 +372,10 @@ def test_an_output_folder_that_is_a_file_is_named(tmp_path, small_dataset):
     path.touch()
     with pytest.raises(UserError, match=rf"OUTPUT_DIR \('{path}'\)"):
         main(arguments(path))
+
+
+def test_an_output_folder_that_is_not_utf_8_is_refused(tmp_path, small_dataset):
+    path = tmp_path / "caf\udce9"
+    with pytest.raises(PreflightError, match="not UTF-8, which TensorBoard needs"):
+        main(arguments(path))
+    assert not path.exists()
