@@ -59,7 +59,17 @@ def test_area_and_iscrowd_follow_from_the_box(complete):
 
 
 @pytest.mark.parametrize(
-    "flags", [("0", "1"), ("false", "True"), ("", 2), (0.0, "yes")]
+    "flags",
+    [
+        ("0", "1"),
+        ("false", "True"),
+        ("", 2),
+        (0.0, "yes"),
+        (float("nan"), " Y"),
+        ("0.00", "1.0"),
+        ("None", True),
+        ("N", "t"),
+    ],
 )
 def test_flags_are_read_as_tools_write_them(complete, flags):
     for annotation, flag in zip(complete["annotations"], flags, strict=True):
