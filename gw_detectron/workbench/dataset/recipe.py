@@ -303,7 +303,8 @@ def _sampler(recipe: _Recipe, data: Fingerprint) -> None:
     reason = f"a class is in {counts.min()} images, another one in {counts.max()}"
     recipe.set("DATALOADER.SAMPLER_TRAIN", "RepeatFactorTrainingSampler", reason)
 
-    threshold = round(float(np.median(counts) / np.count_nonzero(data.per_image)), 5)
+    images = max(1, data.trained_images(recipe.cfg))
+    threshold = round(float(np.median(counts) / images), 5)
     reason = "images of rarer classes are repeated"
     recipe.set("DATALOADER.REPEAT_THRESHOLD", threshold, reason)
 
@@ -333,9 +334,7 @@ def _solver(recipe: _Recipe) -> None:
 
 def _schedule(recipe: _Recipe, data: Fingerprint, epochs: float | None) -> None:
     """Set the length by the number of images, and what depends on it."""
-    images = len(data.images)
-    if recipe.cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS:
-        images = int(np.count_nonzero(data.per_image))
+    images = max(1, data.trained_images(recipe.cfg))
     passes = float(np.clip(12 * math.sqrt(1000 / images), 12, 100))
     if recipe.is_fine_tuned:
         passes /= 2
