@@ -15,7 +15,7 @@ import numpy as np
 from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathManager
 
-from ...errors import DataError, printable, summarize_names
+from ...errors import DataError, kind_of_file, printable, summarize_names
 from .geometry import compressed, is_polygon, is_run_length, mask_boxes, wrong_areas
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -57,6 +57,9 @@ def read_json(path: str) -> Any:
         return json.loads(text.decode())
     # ValueError: also a number of thousands of digits
     except (ValueError, RecursionError) as error:
+        kind = kind_of_file(text[:1000])
+        if kind:
+            raise DataError(f"'{path}': not a json: {kind}.") from error
         mark = " without a byte order mark" if text.startswith(codecs.BOM_UTF8) else ""
         raise DataError(
             f"'{path}': invalid JSON: {error}. Fix: give JSON in UTF-8{mark}, not compressed."
