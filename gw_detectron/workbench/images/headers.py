@@ -196,15 +196,18 @@ def _end_of_strips(image: TiffImagePlugin.TiffImageFile) -> int:
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
     width, height = image.size
+    return (height, width) if orientation(image) in (5, 6, 7, 8) else (width, height)
+
+
+def orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation of an image, 1 without."""
     # of a PNG without an entry, Pillow would decode all to look for one behind the pixels
     if image.format == "PNG" and "exif" not in image.info:
-        return width, height
-
-    orientation = 1
+        return 1
     # damaged: Detectron2 leaves the image as it is
     with contextlib.suppress(Exception):
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    return 1
 
 
 def left_out(image: Image.Image) -> str:
