@@ -29,6 +29,15 @@ _OUT_OF_MEMORY = (
     "Cannot allocate memory",
     "ALLOC_FAILED",
 )
+# the beginning of a file that is not what its name says -> what it is, and the fix
+_KINDS_OF_FILES = {
+    rb"\Z": "an empty file. Fix: fetch it again",
+    rb"version https://git-lfs": "a Git LFS pointer. Fix: run git lfs pull",
+    # also the message of a server, as <?xml ...?><Error>
+    rb"(?is)[\s\xef\xbb\xbf]*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype html|html|head|body|error)": (
+        "a web page. Fix: download the file itself"
+    ),
+}
 #: of several scripts; Python calls them not printable
 _SPACES_AND_JOINERS = "\N{NO-BREAK SPACE}\N{IDEOGRAPHIC SPACE}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
@@ -156,6 +165,14 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error, or its type if it has no text."""
     line, _, _ = str(error).strip().partition("\n")
     return line.rstrip(".") or type(error).__name__
+
+
+def kind_of_file(begin: bytes) -> str:
+    """Say what a file is that is not what its name says, and the fix, by its first 1000 bytes; "" if unknown."""
+    for pattern, kind in _KINDS_OF_FILES.items():
+        if re.match(pattern, begin):
+            return kind
+    return ""
 
 
 def check_minimum(name: str, value: int, minimum: int = 1) -> None:

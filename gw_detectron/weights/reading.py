@@ -21,6 +21,7 @@ from ..errors import (
     MissingFileError,
     RefusedFileError,
     WeightsFileError,
+    kind_of_file,
 )
 
 #: key of this package's record in the metadata of a safetensors file, as JSON
@@ -99,14 +100,10 @@ def _read(file: IO[bytes]) -> FileContent:
         # latin1 decodes the strings and arrays of Python 2 in old Detectron files
         return FileContent(_Unpickler(file, encoding="latin1").load(), "pickle", size)
 
-    if begin.lstrip().startswith(b"<"):
-        raise WeightsFileError(
-            "it is a web page, so the download failed. Fix: download the file again."
-        )
-    found = (
-        "not a file of torch.save, a safetensors file or a pickle" if begin else "empty"
-    )
-    raise WeightsFileError(f"it is {found}. {_GET_AGAIN}")
+    kind = kind_of_file(file.read(1000))
+    if not kind:
+        kind = f"not a file of torch.save, a safetensors file or a pickle. {_GET_AGAIN}"
+    raise WeightsFileError(f"it is {kind.rstrip('.')}.")
 
 
 def _load_safetensors(file: IO[bytes]) -> dict[str, Any]:

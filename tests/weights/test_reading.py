@@ -269,7 +269,8 @@ def test_a_safetensors_header_may_begin_like_another_format(tmp_path, length):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "it is empty"),
+        (b"", "it is an empty file"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         (b"\n<!DOCTYPE html><html>Sign in</html>", "web page"),
         (b"just a text that is longer than the header", "not a file"),
         (b"PK\x03\x04", "damaged"),

@@ -153,6 +153,8 @@ def _check_annotations(
             fault = f.UNKNOWN_CATEGORY
         elif not _is_box(annotation["bbox"]):
             fault = f.NO_NUMBERS
+        elif annotation.get("iscrowd", 0) not in (0, 1):
+            fault = f.NO_FLAG
         else:
             sound.append(annotation)
             if needs.keypoints:

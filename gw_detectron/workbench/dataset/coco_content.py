@@ -15,11 +15,13 @@ import numpy as np
 from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathManager
 
-from ...errors import DataError, printable, summarize_names
+from ...errors import DataError, kind_of_file, printable, summarize_names
 from .geometry import compressed, is_polygon, is_run_length, mask_boxes, wrong_areas
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 LARGEST_ID = 2**53  # pycocotools stores the ids of matches as float64
+_NO = ("", "no", "n", "false", "f", "none", "null", "nan")
+_YES = ("yes", "y", "true", "t")
 _RECORD_FIELDS = ("iscrowd", "bbox", "keypoints", "category_id")
 
 
@@ -55,6 +57,9 @@ def read_json(path: str) -> Any:
         return json.loads(text.decode())
     # ValueError: also a number of thousands of digits
     except (ValueError, RecursionError) as error:
+        kind = kind_of_file(text[:1000])
+        if kind:
+            raise DataError(f"'{path}': not a json: {kind}.") from error
         mark = " without a byte order mark" if text.startswith(codecs.BOM_UTF8) else ""
         raise DataError(
             f"'{path}': invalid JSON: {error}. Fix: give JSON in UTF-8{mark}, not compressed."
@@ -94,10 +99,10 @@ def complete_coco(
 ) -> tuple[Any, list[str]]:
     """Add the fields that pycocotools reads where annotations lack them; replace wrong values.
 
-    ``area`` is the area of the mask, else of the box. ``iscrowd`` is 0 (also for null and texts such as "0", which
-    Detectron2 takes for 1) or follows ``ignore``. ``id`` counts from 1 where one is missing, repeated or unusable.
-    ``num_keypoints`` counts the labeled ones; without ``keypoints`` none is labeled. A file with some of the
-    ``classes`` of the run, names by id, gets the others.
+    ``area`` is the area of the mask, else of the box. ``iscrowd`` is 0 (also for null, NaN and texts such as "0",
+    which Detectron2 takes for 1) or follows ``ignore``; the checks name another text. ``id`` counts from 1 where one is
+    missing, repeated or unusable. ``num_keypoints`` counts the labeled ones; without ``keypoints`` none is labeled. A
+    file with some of the ``classes`` of the run, names by id, gets the others.
 
     Returns:
         The content, the same object if it is complete, and a sentence for each kind of replaced value.
@@ -151,7 +156,7 @@ def complete_annotations(content: Any) -> list[dict[str, Any]]:
             fields["id"] = index + 1
         if annotation.get("ignore", 0) != 0:
             # Detectron2 refuses it; a crowd, too, is neither trained on nor counted
-            fields["iscrowd"] |= _is_set(annotation["ignore"])
+            fields["iscrowd"] = fields["iscrowd"] or _is_set(annotation["ignore"])
             fields["ignore"] = 0
         if is_wrong[index]:
             fields["area"] = areas[index]
@@ -163,11 +168,18 @@ def complete_annotations(content: Any) -> list[dict[str, Any]]:
     return completed
 
 
-def _is_set(value: Any) -> int:
-    """Return 1 for a flag that is set, else 0; tools write it as a number, as true or as a text."""
-    if isinstance(value, str):
-        value = value.strip().lower() not in ("", "0", "0.0", "false", "no")
-    return int(bool(value))
+def _is_set(value: Any) -> Any:
+    """Return 1 for a flag that is set, else 0; tools write it as a number, as true or as a text.
+
+    A text that is neither is returned.
+    """
+    text = str(value or "").strip().lower()
+    if text in (*_NO, *_YES):
+        return int(text in _YES)
+    try:
+        return int(float(text) != 0)
+    except ValueError:
+        return value
 
 
 def _areas(content: Any) -> tuple[list[float], np.ndarray]:

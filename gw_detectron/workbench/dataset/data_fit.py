@@ -48,14 +48,20 @@ def _of_names(
 
 
 def _unused_images(cfg: CfgNode, trained: Mapping[str, Fingerprint]) -> Iterator[str]:
-    if not cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS:
-        return
+    is_filtered = cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
     for name, data in trained.items():
-        empty = np.count_nonzero(data.per_image == 0)
-        if empty:
+        empty = np.count_nonzero(~data.is_annotated)
+        if empty and is_filtered:
             yield (
                 f"DATALOADER.FILTER_EMPTY_ANNOTATIONS (True): {empty} of {len(data.images)} images of {name} have no "
                 "object and are not trained on. Fix: set it to False to learn from them, against false alarms."
+            )
+        unused = len(data.images) - data.trained_images(cfg) - empty * is_filtered
+        if unused:
+            key = "MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE"
+            yield (
+                f"{key} ({get_value(cfg, key)}): {unused} of {len(data.images)} images of {name} have fewer labeled "
+                f"keypoints and are not trained on. Fix: set {key} 0 to learn their boxes."
             )
 
 

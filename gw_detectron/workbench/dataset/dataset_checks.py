@@ -250,10 +250,10 @@ def _missing_files(root: str, images: Sequence[dict]) -> list[str]:
 def _plain(path: str) -> str:
     """Return the name of an image without what differs between tools and systems.
 
-    These are folders, the suffix, case, accents as macOS and others write them, and codes of addresses.
+    These are folders, the suffix, case, accents and spaces as macOS and others write them, and codes of addresses.
     """
     stem = PureWindowsPath(unquote(path)).stem
-    return unicodedata.normalize("NFC", stem).casefold()
+    return unicodedata.normalize("NFKC", stem).casefold()
 
 
 def _place(made_by: str | None = None) -> str:

@@ -22,6 +22,7 @@ UNKNOWN_IMAGE = Fault(
 UNKNOWN_CATEGORY = Fault(
     "have a category_id that is not in the list of categories", "correct it"
 )
+NO_FLAG = Fault("have an iscrowd or ignore that is not 0 or 1", "write 0 or 1")
 NO_NUMBERS = Fault(
     "have a bbox that is not four numbers", "write x, y, width and height in pixels"
 )
@@ -49,11 +50,13 @@ NO_POLYGON = Fault(
     1,
 )
 NO_COORDINATES = Fault(
-    "have a polygon that is not a flat list of numbers", "write [x0, y0, x1, y1, ...]"
+    "have a polygon that is not a flat list of numbers up to 1e6",
+    "write [x0, y0, x1, y1, ...] in pixels",
 )
 RUN_LENGTHS = Fault("have an RLE as segmentation", "set INPUT.MASK_FORMAT bitmask")
 OTHER_SIZE = Fault(
-    "have an RLE of another size than their image", "encode the mask of the whole image"
+    "have an RLE of another size than their image, or a damaged one",
+    "encode the mask of the whole image",
 )
 NO_PIXEL = Fault(
     "have an empty mask, which no detection can match", "correct or remove them", 0.1

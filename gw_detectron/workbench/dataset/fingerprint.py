@@ -8,9 +8,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from detectron2.config import CfgNode
 
 from .coco_content import RecordReader
 from .coco_scores import counted_detections
+from .geometry import is_polygon
 
 #: score -> areas in pixels that it counts. Source: pycocotools, Params.setDetParams
 _AREA_RANGES = {"APs": (0, 32**2), "APm": (32**2, 96**2), "APl": (96**2, math.inf)}
@@ -31,6 +33,9 @@ class Fingerprint:
     areas: np.ndarray  # area of each object as COCO's scores by size take it, (N)
     image: np.ndarray  # index of each object's image, (N)
     category: np.ndarray  # index of each object's class, (N)
+    # whether each image has a record that is not a crowd, (I); its box may have no area
+    is_annotated: np.ndarray
+    keypoints: np.ndarray  # number of labeled keypoints of each image, (I)
     # number of objects by their segmentation: "polygon", "rle" or "none"
     masks: Counter[str]
 
@@ -38,6 +43,14 @@ class Fingerprint:
     def per_image(self) -> np.ndarray:
         """Number of objects of each image, (I)."""
         return np.bincount(self.image, minlength=len(self.images))
+
+    def trained_images(self, cfg: CfgNode) -> int:
+        """Return the number of images that pass the two filters of Detectron2's loader."""
+        is_kept = self.is_annotated | (not cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS)
+        if cfg.MODEL.KEYPOINT_ON:
+            fewest = cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE
+            is_kept &= self.keypoints >= fewest
+        return int(is_kept.sum())
 
     @cached_property
     def most_of_a_class(self) -> int:
@@ -107,11 +120,18 @@ def read_fingerprint(content: Any) -> Fingerprint:
 
         objects = []
         masks: Counter[str] = Counter()
+        is_annotated = np.zeros(len(sizes), bool)
+        keypoints = np.zeros(len(sizes), int)
         for annotation in reader.read(content.get("annotations", ())):
             image = images.get(annotation.get("image_id"))
             category = categories.get(annotation.get("category_id"))
-            if annotation.get("iscrowd") or image is None or category is None:
+            if image is None or category is None:
                 continue
+            visibility = (annotation.get("keypoints") or ())[2::3]
+            keypoints[image] += np.count_nonzero(np.array(visibility) > 0)
+            if annotation.get("iscrowd"):
+                continue
+            is_annotated[image] |= _is_recorded(annotation.get("segmentation"))
             box = _clipped(annotation.get("bbox"), sizes[image])
             if box is not None:
                 area = float(annotation.get("area") or box[0] * box[1])
@@ -126,6 +146,8 @@ def read_fingerprint(content: Any) -> Fingerprint:
         areas=table[:, 2],
         image=table[:, 3].astype(int),
         category=table[:, 4].astype(int),
+        is_annotated=is_annotated,
+        keypoints=keypoints,
         masks=masks,
     )
 
@@ -142,6 +164,8 @@ def join_fingerprints(parts: Sequence[Fingerprint]) -> Fingerprint:
         areas=np.concatenate([part.areas for part in parts]),
         image=np.concatenate(shifted),
         category=np.concatenate([part.category for part in parts]),
+        is_annotated=np.concatenate([part.is_annotated for part in parts]),
+        keypoints=np.concatenate([part.keypoints for part in parts]),
         masks=sum((part.masks for part in parts), Counter()),
     )
 
@@ -151,6 +175,11 @@ def _size(image: dict[str, Any]) -> tuple[float, float]:
     if not (width >= 1 and height >= 1):
         raise ValueError("width or height is not 1 or more")
     return width, height
+
+
+def _is_recorded(mask: Any) -> bool:
+    """Return whether Detectron2 reads an object with this mask; not if it has polygons, all invalid."""
+    return not mask or isinstance(mask, dict) or any(map(is_polygon, mask))
 
 
 def _mask_kind(mask: Any) -> str:

@@ -11,6 +11,8 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 _MOST_PIXELS = 2**32  # pycocotools counts in 32 bits, and reads memory of others beyond
+#: of a polygon, in pixels; the memory of pycocotools grows with it, and at 1e9 it crashes
+_LARGEST_COORDINATE = 1e6
 
 
 def is_coordinates(points: Any) -> bool:
@@ -33,10 +35,35 @@ def is_run_length(mask: Any, size: tuple[int, int]) -> bool:
     counts = mask.get("counts")
     if min(size) < 1 or height * width >= _MOST_PIXELS:
         return False
-    if not isinstance(counts, list):  # else it is compressed
-        return isinstance(counts, str)
-    is_numbers = all(isinstance(count, (int, float)) for count in counts)
-    return is_numbers and sum(counts) == height * width and min(counts) >= 0
+    if isinstance(counts, str):
+        counts = _decompressed(counts)
+    elif not isinstance(counts, list) or not all(
+        isinstance(count, (int, float)) for count in counts
+    ):
+        return False
+    return bool(np.sum(counts) == height * width and np.min(counts) >= 0)
+
+
+def _decompressed(text: str) -> NDArray[np.int64]:
+    """Return the counts of a compressed RLE.
+
+    A count has five bits per character, the lowest first, and a sixth that says whether another one follows. From the
+    fourth count on, it is the difference to the one before the last.
+    Source: rleFrString in pycocotools' maskApi.c, which checks nothing.
+    """
+    characters = text.encode(errors="replace")
+    values = np.frombuffer(characters, np.uint8).astype(np.int64) - 48
+    is_end = values & 32 == 0
+    is_start = np.roll(is_end, 1)
+
+    places = np.arange(len(values))
+    shifts = 5 * (places - np.maximum.accumulate(places * is_start))
+    counts = np.add.reduceat((values & 31) << shifts, np.flatnonzero(is_start))
+    # the sign
+    counts -= ((values & 16) << (shifts + 1))[is_end]
+    for first in (1, 2):
+        counts[first::2] = counts[first::2].cumsum()
+    return counts
 
 
 def compressed(mask: dict[str, Any]) -> Any:
@@ -51,8 +78,8 @@ def mask_boxes(
     """Measure masks, polygons or RLE, of images of ``sizes`` (height, width).
 
     Returns:
-        Boxes x0, y0, x1, y1, (N, 4), and areas, (N), in pixels; NaN without a polygon or valid RLE. An area of 0 is a
-        mask without a pixel.
+        Boxes x0, y0, x1, y1, (N, 4), and areas, (N), in pixels; NaN without a polygon of possible pixels or valid RLE.
+        An area of 0 is a mask without a pixel.
     """
     boxes = np.full((len(masks), 4), np.nan)
     areas = np.full(len(masks), np.nan)
@@ -70,6 +97,8 @@ def mask_boxes(
         boxes[encoded] = corners(mask_util.toBbox(run_lengths))
         # pycocotools 2.0.11 cannot count more than 255 at once
         areas[encoded] = [mask_util.area(run_length) for run_length in run_lengths]
+    is_huge = np.abs(boxes).max(axis=1) > _LARGEST_COORDINATE
+    boxes[is_huge] = areas[is_huge] = np.nan
     return boxes, areas
 
 

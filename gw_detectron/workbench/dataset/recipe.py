@@ -147,7 +147,7 @@ class _Recipe:
 def _deep_images(
     recipe: _Recipe, sources: Sequence[CocoSource], data: Fingerprint
 ) -> None:
-    """Choose percentiles that cut off a quarter of the objects' pixels at most."""
+    """Choose percentiles that cut off a quarter of the objects' pixels at most, also in sparse images."""
     if recipe.cfg.INPUT.PERCENTILES:
         return
     paths = [
@@ -156,10 +156,12 @@ def _deep_images(
         for image in source.content["images"]
     ]
     if any(map(is_deep, evenly_spread(paths, 20))):
-        pixels = data.images.prod(axis=1).sum()
-        covered = 100 * data.boxes.prod(axis=1).sum() / pixels
+        areas = np.bincount(data.image, data.boxes.prod(axis=1), len(data.images))
+        shares = 100 * areas / data.images.prod(axis=1)
+        # a few with tiny objects would let hot pixels darken all
+        covered = float(np.quantile(shares[shares > 0], 0.05, method="lower"))
         cut = min(0.5, float(f"{covered / 4:.1g}"))
-        reason = f"images have more than 8 bits; objects cover {covered:.2g} %"
+        reason = f"images have more than 8 bits; objects cover {covered:.2g} % of sparse ones"
         recipe.set("INPUT.PERCENTILES", [cut, 100 - cut], reason)
 
 
@@ -303,7 +305,8 @@ def _sampler(recipe: _Recipe, data: Fingerprint) -> None:
     reason = f"a class is in {counts.min()} images, another one in {counts.max()}"
     recipe.set("DATALOADER.SAMPLER_TRAIN", "RepeatFactorTrainingSampler", reason)
 
-    threshold = round(float(np.median(counts) / np.count_nonzero(data.per_image)), 5)
+    images = max(1, data.trained_images(recipe.cfg))
+    threshold = round(float(np.median(counts) / images), 5)
     reason = "images of rarer classes are repeated"
     recipe.set("DATALOADER.REPEAT_THRESHOLD", threshold, reason)
 
@@ -333,9 +336,7 @@ def _solver(recipe: _Recipe) -> None:
 
 def _schedule(recipe: _Recipe, data: Fingerprint, epochs: float | None) -> None:
     """Set the length by the number of images, and what depends on it."""
-    images = len(data.images)
-    if recipe.cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS:
-        images = int(np.count_nonzero(data.per_image))
+    images = max(1, data.trained_images(recipe.cfg))
     passes = float(np.clip(12 * math.sqrt(1000 / images), 12, 100))
     if recipe.is_fine_tuned:
         passes /= 2

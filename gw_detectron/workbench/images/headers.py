@@ -4,14 +4,15 @@ import contextlib
 import os
 import re
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 from detectron2.utils.file_io import PathManager
 from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
-from ...errors import DataError, first_line
+from ...errors import DataError, first_line, kind_of_file
 
 # Pillow's, of damaged and of huge files
 READ_ERRORS = (
@@ -23,15 +24,12 @@ READ_ERRORS = (
     zlib.error,
     Image.DecompressionBombError,
 )
-# the beginning of a file that is not an image -> what it is, and the fix
+# the beginning of a file that Pillow cannot open -> what it is, and the fix
 _NOT_IMAGES = {
-    rb"\Z": "an empty file. Fix: fetch it again",
-    rb"version https://git-lfs": "a Git LFS pointer. Fix: run git lfs pull",
-    rb"(?i)\W*<(!doctype html|html|head|body)": "a web page. Fix: download the image itself",
     rb"(?s)....ftyp(hei|hev|mif|msf)": "a HEIC photo. Fix: save it as jpg",
     rb"II[*+]\0|MM\0[*+]": (
-        "a TIFF file that Pillow cannot open, e.g. of more than four channels. Fix: save it as RGB, or write a mapper "
-        "(docs/your_data.md)"
+        "a TIFF file that Pillow cannot open, e.g. truncated, of more than four channels, or of floats other than gray "
+        "values of 32 bits. Fix: save it as RGB or gray, or write a mapper (docs/your_data.md)"
     ),
 }
 _END = 4096  # bytes in which the mark of the end is
@@ -56,12 +54,16 @@ def read_header(
         DataError: the file is not an image, is truncated, or has more than 8 bits per channel and there are no
             ``percentiles``.
     """
-    with image_errors(path), open_header(path) as image:
-        check_bits(image, percentiles)
-        if not _looks_whole(image, path):
-            _decode(image)
-        width, height = _upright_size(image)
-        return ImageHeader(width, height, left_out(image))
+    with image_errors(path), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)
+        with open_header(path) as image:
+            check_bits(image, percentiles)
+            # Pillow warns of tags beyond the end
+            if caught or not _looks_whole(image, path):
+                decode(image)
+            width, height = _upright_size(image)
+            return ImageHeader(width, height, left_out(image))
 
 
 @contextlib.contextmanager
@@ -92,10 +94,11 @@ def image_problem(
         return reason if "Fix: " in reason else f"cannot be read: {reason}. Fix: {fix}"
 
     with PathManager.open(os.fspath(path), "rb") as file:
-        begin = file.read(200)
-    for pattern, kind in _NOT_IMAGES.items():
-        if re.match(pattern, begin):
-            return f"not an image file: {kind}"
+        begin = file.read(1000)
+    kinds = [kind_of_file(begin)]
+    kinds += [kind for pattern, kind in _NOT_IMAGES.items() if re.match(pattern, begin)]
+    for kind in filter(None, kinds):
+        return f"not an image file: {kind}"
     return "not an image file that Pillow reads. Fix: save it as jpg or png"
 
 
@@ -106,7 +109,8 @@ def open_header(path: str | os.PathLike[str]) -> Image.Image:
     return Image.open(path)
 
 
-def _decode(image: Image.Image) -> None:
+def decode(image: Image.Image) -> None:
+    """Decode an image; a damaged one is an OSError."""
     try:
         image.load()
     except READ_ERRORS as error:
@@ -119,24 +123,64 @@ def is_deep(image: Image.Image) -> bool:
 
 
 def check_bits(image: Image.Image, percentiles: Sequence[float]) -> None:
-    """Refuse gray values of more than 8 bits without percentiles: Pillow would cut them off at 255."""
+    """Refuse values that Pillow misreads: of more than 8 bits without percentiles, it would cut them off at 255."""
+    if is_misread(image):
+        raise ValueError(
+            "a TIFF file of signed 8-bit values, or of 16-bit colors in planes, which Pillow misreads. Fix: save it as "
+            "RGB of 8 bits"
+        )
     if is_deep(image) and not percentiles:
         raise ValueError(
             "more than 8 bits per channel. Fix: set INPUT.PERCENTILES 0.5,99.5, or save it with 8 bits"
         )
 
 
-def _looks_whole(image: Image.Image, path: str | os.PathLike[str]) -> bool:
+def is_misread(image: Image.Image) -> bool:
+    """Return whether Pillow takes signed values of 8 bits for unsigned ones, or the bytes of 16 bits for pixels."""
+    if is_deep(image) or not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return False
+    tags = image.tag_v2
+    is_signed = 2 in tags.get(TiffImagePlugin.SAMPLEFORMAT, ())
+    in_planes = tags.get(TiffImagePlugin.PLANAR_CONFIGURATION) == 2
+    has_16_bits = max(tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,))) > 8
+    # libtiff reads compressed ones well
+    is_raw = "raw" in {tile[0] for tile in image.tile}
+    return is_signed or (in_planes and has_16_bits and is_raw)
+
+
+def is_unsigned(image: Image.Image) -> bool:
+    """Return whether values of 32 bits, which Pillow reads as signed, have no sign."""
+    return 1 in getattr(image, "tag_v2", {}).get(TiffImagePlugin.SAMPLEFORMAT, (1,))
+
+
+def _looks_whole(image: Any, path: str | os.PathLike[str]) -> bool:
     """Return whether a file has the end that its format marks; False, too, where no mark is known."""
     size = os.path.getsize(path)
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         return _end_of_strips(image) <= size
 
-    with open(path, "rb") as file:
-        file.seek(max(0, size - _END))
+    with open(path, "rb", buffering=0) as file:
+        if image.format == "PNG":
+            return has_all_chunks(file)
+
+        # a thumbnail in the header has the mark, too
+        file.seek(max(image.fp.tell(), size - _END))
         end = file.read()
-    marks = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
-    return image.format in marks and marks[image.format] in end
+    return image.format in ("JPEG", "MPO") and b"\xff\xd9" in end
+
+
+def has_all_chunks(file: IO[bytes]) -> bool:
+    """Return whether the chunks of a PNG follow each other to the last one."""
+    place = len(b"\x89PNG\r\n\x1a\n")
+    kind = b""
+    while kind != b"IEND":
+        file.seek(place)
+        length, kind = file.read(4), file.read(4)
+        if not kind.isalpha():
+            return False
+        # and the checksum
+        place += 8 + int.from_bytes(length) + 4
+    return True
 
 
 def _end_of_strips(image: TiffImagePlugin.TiffImageFile) -> int:
@@ -152,15 +196,18 @@ def _end_of_strips(image: TiffImagePlugin.TiffImageFile) -> int:
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
     width, height = image.size
+    return (height, width) if orientation(image) in (5, 6, 7, 8) else (width, height)
+
+
+def orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation of an image, 1 without."""
     # of a PNG without an entry, Pillow would decode all to look for one behind the pixels
     if image.format == "PNG" and "exif" not in image.info:
-        return width, height
-
-    orientation = 1
+        return 1
     # damaged: Detectron2 leaves the image as it is
     with contextlib.suppress(Exception):
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    return 1
 
 
 def left_out(image: Image.Image) -> str:

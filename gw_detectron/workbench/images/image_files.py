@@ -137,9 +137,14 @@ class _EightBitHandler(PathHandler):
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(PathManager.open(name, "rb"))
             image = Image.open(file)
+            values = json.loads(percentiles)
+            check_bits(image, values)
             if headers.is_deep(image):
-                return _scaled_file(image, json.loads(percentiles))
+                return _scaled_file(image, values)
 
+            # looking for an EXIF entry behind the pixels, Detectron2 would pass over an error
+            if image.format == "PNG" and not headers.has_all_chunks(file):
+                headers.decode(image)
             stack.pop_all()  # the reader closes it
             file.seek(0)
             return file
@@ -150,8 +155,9 @@ PathManager.register_handler(_EightBitHandler(), allow_override=True)
 
 def _scaled_file(image: Image.Image, percentiles: Sequence[float]) -> IO[bytes]:
     """Scale an image of more than 8 bits; return it as a file in memory."""
-    check_bits(image, percentiles)
-    values = np.asarray(ImageOps.exif_transpose(image), dtype=np.float64)
+    values = np.array(ImageOps.exif_transpose(image), dtype=np.float64)
+    if image.mode == "I" and headers.is_unsigned(image):
+        values[values < 0] += 2**32
 
     content = io.BytesIO()
     Image.fromarray(scale_to_8_bits(values, percentiles)).save(content, "PPM")
@@ -225,6 +231,7 @@ def _is_plain_tiff(path: str | os.PathLike[str]) -> bool:
             and has_8_bits
             and is_positive
             and not is_multiplied
+            and not headers.is_misread(image)
         )
 
 

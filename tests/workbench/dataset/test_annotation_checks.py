@@ -9,7 +9,7 @@ import pytest
 from gw_detectron.errors import DataError
 from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
 from gw_detectron.workbench.dataset.coco_content import complete_coco
-from gw_detectron.workbench.dataset.geometry import mask_boxes
+from gw_detectron.workbench.dataset.geometry import is_run_length, mask_boxes
 
 TRAIN = DatasetNeeds(training=True, masks=True)
 TEST = DatasetNeeds(training=False, masks=True)
@@ -32,6 +32,12 @@ def run_length(x, y, width, height, size=(HEIGHT, WIDTH)):
     mask[y : y + height, x : x + width] = 1
     rle = mask_util.encode(mask)
     rle["counts"] = rle["counts"].decode()
+    return rle
+
+
+def cut_run_length(*box):
+    rle = run_length(*box)
+    rle["counts"] = rle["counts"][:-1]
     return rle
 
 
@@ -125,7 +131,19 @@ REFUSED = {
         lambda *b: {"segmentation": run_length(*b, (WIDTH, HEIGHT))},
         "another size",
     ),
+    "an RLE that is no text of counts": (
+        lambda *b: {"segmentation": {"size": [HEIGHT, WIDTH], "counts": "~~~~" * 99}},
+        "damaged",
+    ),
+    "an RLE without its end": (
+        lambda *b: {"segmentation": cut_run_length(*b)},
+        "damaged",
+    ),
     "one flat list": (lambda *b: {"segmentation": polygon(*b)}, "flat list"),
+    "more pixels than memory has": (
+        lambda *b: {"segmentation": [[*polygon(*b), 1e9, 1e9]]},
+        "up to 1e6",
+    ),
     "not a number": (
         lambda *b: {"segmentation": [[float("nan"), *polygon(*b)[1:]]]},
         "flat list",
@@ -179,6 +197,28 @@ def test_annotations_as_tools_and_people_write_them_pass(change, needs):
 
     assert check_coco(content, needs) == ([], [])
     assert complete_coco(content)[0] is content
+
+
+def test_run_lengths_of_any_counts_are_accepted():
+    random = np.random.default_rng(0)
+    for share in (0, 0.01, 0.5, 1):
+        mask = np.asfortranarray(random.random((90, 70)) < share, np.uint8)
+        rle = mask_util.encode(mask)
+        rle["counts"] = rle["counts"].decode()
+
+        assert is_run_length(rle, (90, 70))
+
+
+@pytest.mark.parametrize("flag", ["maybe", [1]])
+@pytest.mark.parametrize("field", ["iscrowd", "ignore"])
+@NEEDS
+def test_flags_that_are_neither_set_nor_unset_are_refused(flag, field, needs):
+    content, _ = complete_coco(objects(lambda *b: {field: flag}, first=COUNT - 1))
+
+    (error,), _ = check_coco(content, needs)
+
+    assert error.startswith("1 of 20 annotations have an iscrowd or ignore")
+    assert "ids 20" in error
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from gw_detectron.errors import DataError
 from gw_detectron.workbench.dataset.coco_content import (
     complete_coco,
     content_to_records,
+    read_json,
     split_coco,
 )
 
@@ -59,7 +60,17 @@ def test_area_and_iscrowd_follow_from_the_box(complete):
 
 
 @pytest.mark.parametrize(
-    "flags", [("0", "1"), ("false", "True"), ("", 2), (0.0, "yes")]
+    "flags",
+    [
+        ("0", "1"),
+        ("false", "True"),
+        ("", 2),
+        (0.0, "yes"),
+        (float("nan"), " Y"),
+        ("0.00", "1.0"),
+        ("None", True),
+        ("N", "t"),
+    ],
 )
 def test_flags_are_read_as_tools_write_them(complete, flags):
     for annotation, flag in zip(complete["annotations"], flags, strict=True):
@@ -257,3 +268,29 @@ def test_records_are_those_of_detectron2(tmp_path):
 
     expected = load_coco_json(str(path), "photos", "test_records")
     assert content_to_records(content, "photos") == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"", "an empty file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b"\n<!DOCTYPE html><html>Sign in</html>", "a web page"),
+        (b"<?xml version='1.0'?>\n<!-- x --><Error>", "a web page"),
+    ],
+)
+def test_a_json_that_is_another_file_is_told_by_its_kind(tmp_path, content, kind):
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+
+    with pytest.raises(DataError, match=f"a.json': not a json: .*{kind}"):
+        read_json(str(path))
+
+
+@pytest.mark.parametrize("content", [b"{'a': 1}", b"[<html>]", b"{", b"!"])
+def test_a_broken_json_is_no_web_page(tmp_path, content):
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+
+    with pytest.raises(DataError, match="invalid JSON"):
+        read_json(str(path))

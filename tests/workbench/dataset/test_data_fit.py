@@ -139,3 +139,13 @@ def test_images_without_objects_are_counted_unless_they_are_trained_on():
 
     assert "1 of 3 images" in warning
     assert "FILTER_EMPTY_ANNOTATIONS" in warning
+
+
+def test_images_without_keypoints_are_counted():
+    changes = {"DATALOADER__FILTER_EMPTY_ANNOTATIONS": True, "MODEL__KEYPOINT_ON": True}
+
+    empty, few = warnings(SOUND, SOUND, **changes)
+
+    assert "1 of 3 images of a have no object" in empty
+    assert "2 of 3 images of a have fewer labeled keypoints" in few
+    assert "MIN_KEYPOINTS_PER_IMAGE 0" in few

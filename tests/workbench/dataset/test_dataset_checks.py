@@ -269,6 +269,15 @@ def test_a_missing_image_is_named_with_the_one_it_may_mean(check, coco, content,
     assert "(there is 'a.jpg')" in check().errors[0]
 
 
+@pytest.mark.parametrize("space", ["\u202f", "\u00a0"])
+def test_spaces_of_macos_are_named(check, coco, content, space):
+    content["images"][0]["file_name"] = "at 9.41 PM.jpg"
+    photos = coco().with_name("images")
+    (photos / "a.jpg").rename(photos / f"at 9.41{space}PM.jpg")
+
+    assert "(there is 'at 9.41\\" in check().errors[0]
+
+
 @pytest.mark.parametrize(
     "text",
     [

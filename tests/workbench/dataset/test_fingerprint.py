@@ -4,9 +4,15 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data import transforms
+from detectron2.data.build import (
+    filter_images_with_few_keypoints,
+    filter_images_with_only_crowd_annotations,
+)
 from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
 
+from gw_detectron.config import default_config
 from gw_detectron.errors import DataError
+from gw_detectron.workbench.dataset.coco_content import content_to_records
 from gw_detectron.workbench.dataset.fingerprint import (
     anchor_shapes,
     best_overlaps,
@@ -63,6 +69,48 @@ def test_objects_that_can_be_learned_are_counted(field, expected):
     data = read_fingerprint(CONTENT)
     value = getattr(data, field)
     np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.parametrize("filter_empty", [True, False])
+@pytest.mark.parametrize("fewest", [None, 0, 1, 2])
+def test_images_that_are_trained_on_are_those_of_detectron2(filter_empty, fewest):
+    box = {"category_id": 1, "bbox": [1, 1, 5, 5], "iscrowd": 0}
+    of_images = [
+        [],
+        [{**box, "bbox": [1, 1, 0, 5]}],
+        [{**box, "iscrowd": 1, "keypoints": [1, 1, 2, 2, 2, 1]}],
+        [{**box, "segmentation": [[1, 1, 2, 2]]}],
+        [{**box, "segmentation": [[1, 1, 2, 2], SQUARE[0]]}],
+        [{**box, "keypoints": [1, 1, 2, 0, 0, 0]}, box],
+        [{**box, "keypoints": [1, 1, 2, 0, 0, 0]}] * 2,
+        [{**box, "keypoints": [0] * 6}, box],
+    ]
+    content = {
+        "categories": [{"id": 1, "name": "car"}],
+        "images": [],
+        "annotations": [],
+    }
+    for number, annotations in enumerate(of_images):
+        content["images"].append(
+            {"id": number, "file_name": "a.jpg", "width": 20, "height": 20}
+        )
+        content["annotations"] += [{**row, "image_id": number} for row in annotations]
+
+    cfg = default_config()
+    cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = filter_empty
+    cfg.MODEL.KEYPOINT_ON = fewest is not None
+    cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE = fewest or 0
+    records = content_to_records(content, "")
+    if filter_empty:
+        records = filter_images_with_only_crowd_annotations(records)
+    if fewest:
+        records = filter_images_with_few_keypoints(records, fewest)
+
+    data = read_fingerprint(content)
+
+    assert data.trained_images(cfg) == len(records)
+    twice = join_fingerprints([data, data])
+    assert twice.trained_images(cfg) == 2 * len(records)
 
 
 def test_files_of_one_training_are_added_up():

@@ -1,6 +1,8 @@
 """Headers and ends of image files: what is not an image, is truncated, or is not read whole."""
 
+import io
 import os
+import struct
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ NOISE = np.random.default_rng(0).integers(0, 255, (60, 80, 3), np.uint8)
 STRANGE = {
     "an empty file": b"",
     "a Git LFS pointer. Fix: run git lfs pull": b"version https://git-lfs.github.com/spec/v1\n",
-    "a web page": b"\xef\xbb\xbf\n<!DOCTYPE html><html>",
+    "a web page": b"\xef\xbb\xbf\n<!-- saved -->\n<!DOCTYPE html><html>",
+    "a web page. Fix": b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code></Error>',
     "a HEIC photo": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
     "a TIFF file that Pillow cannot open": b"II*\0\x08\0\0\0\0\0",
 }
@@ -56,6 +59,76 @@ def test_the_end_of_a_file_is_missed_before_the_run(tmp_path, suffix):
     # cameras and disks append bytes
     path.write_bytes(whole + bytes(9000))
     assert read_header(path) == (80, 60, "")
+
+
+def test_a_jpeg_is_missed_although_its_thumbnail_is_whole(tmp_path):
+    thumbnail = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(thumbnail, "JPEG")
+    # as a camera, in the EXIF entry
+    exif = b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0" + thumbnail.getvalue()
+    path = tmp_path / "photo.jpg"
+    Image.fromarray(NOISE[:20, :20]).save(path, exif=exif)
+    whole = path.read_bytes()
+    assert len(whole) < 4096
+    assert read_header(path) == (20, 20, "")
+
+    path.write_bytes(whole[:-200])
+
+    assert_refused(path, "cannot be read")
+
+
+def test_a_png_without_its_middle_is_missed(tmp_path):
+    path = tmp_path / "photo.png"
+    Image.fromarray(np.tile(NOISE, (4, 4, 1))).save(path)
+    whole = path.read_bytes()
+
+    path.write_bytes(whole[: len(whole) // 3] + whole[len(whole) // 2 :])
+
+    assert_refused(path, "cannot be read")
+
+
+@pytest.mark.parametrize("compression", ["jpeg", "tiff_lzw"])
+@pytest.mark.parametrize("missing", [20, 100, 200])
+def test_a_tiff_without_its_last_tags_is_missed(tmp_path, compression, missing):
+    path = tmp_path / "photo.tif"
+    Image.fromarray(NOISE).save(path, compression=compression)
+    whole = path.read_bytes()
+    assert read_header(path) == (80, 60, "")
+
+    path.write_bytes(whole[:-missing])
+
+    assert_refused(path, "cannot be read|truncated")
+
+
+def write_tiff_tag(path, tag, value):
+    """Change a tag with one short."""
+    content = path.read_bytes()
+    begin = struct.pack("<HHI", tag, 3, 1)
+    place = content.index(begin) + len(begin)
+    path.write_bytes(content[:place] + struct.pack("<H", value) + content[place + 2 :])
+
+
+def test_tiff_values_that_pillow_misreads_are_refused(tmp_path):
+    cv2 = pytest.importorskip("cv2")
+    signed, planes = tmp_path / "signed.tif", tmp_path / "planes.tif"
+    Image.fromarray(NOISE[..., 0]).save(signed, tiffinfo={339: 2})
+    cv2.imwrite(str(planes), NOISE.astype(np.uint16), [cv2.IMWRITE_TIFF_COMPRESSION, 1])
+    write_tiff_tag(planes, 284, 2)
+
+    assert_refused(signed, "misreads")
+    assert_refused(planes, "misreads")
+
+
+def test_large_unsigned_values_do_not_become_negative(tmp_path):
+    path = tmp_path / "deep.tif"
+    values = np.linspace(0, 2**32 - 1, 100 * 80).reshape(100, 80).astype(np.uint32)
+    Image.fromarray(values.view(np.int32)).save(path)
+    write_tiff_tag(path, 339, 1)
+
+    pixels = read_image(path, "RGB", [0, 100])[..., 0]
+
+    assert (pixels[0, 0], pixels[-1, -1]) == (0, 255)
+    assert (np.diff(pixels.ravel().astype(int)) >= 0).all()
 
 
 @pytest.mark.parametrize(

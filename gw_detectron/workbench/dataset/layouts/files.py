@@ -3,6 +3,7 @@
 import codecs
 import os
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -65,15 +66,26 @@ def find_photos(stems: Mapping[Path, str], photos: Iterable[Path]) -> dict[Path,
     """
     by_name = defaultdict(list)
     for photo in photos:
-        stem = re.sub(r"[_-](img|image)$", "", photo.stem)
-        for name in {photo.name, photo.stem, stem}:
+        for name in label_names(photo):
             by_name[name].append(photo)
     found = {}
     for label, stem in stems.items():
-        same_part = [photo for photo in by_name[stem] if not _are_apart(label, photo)]
+        same_name = by_name[plain_name(stem)]
+        same_part = [photo for photo in same_name if not _are_apart(label, photo)]
         if same_part:
             found[label] = _nearest(label, same_part)
     return found
+
+
+def label_names(photo: Path) -> set[str]:
+    """Return the names, without suffix, that a label file of a photo may have."""
+    stem = re.sub(r"[_-](img|image)$", "", photo.stem)
+    return {plain_name(name) for name in (photo.name, photo.stem, stem)}
+
+
+def plain_name(name: str) -> str:
+    """Return a name with accents and spaces in one form: macOS writes other ones than most tools."""
+    return unicodedata.normalize("NFKC", name)
 
 
 def _are_apart(label: Path, photo: Path) -> bool:

@@ -7,10 +7,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
-from PIL import ExifTags
 
 from ....errors import DataError, printable, summarize_names
-from ...images.headers import open_header
+from ...images.headers import open_header, orientation
 from .content import ContentBuilder, Layout, with_progress
 from .data_yaml import find_names
 from .files import label_of_each, list_files, photos_of, read_bytes, read_text
@@ -73,12 +72,19 @@ def _read_voc(
     names = list(listed) if found.issubset(listed) else sorted(found)
 
     wrong_sizes = []
+    unclear = []
     for photo, root in with_progress(roots):
         xml = labels[photo]
         image = builder.add_photo(photo)
         size = (image["width"], image["height"])
         given = _size(root)
-        turn = _turn(photo) if given == size[::-1] != size else None
+        with open_header(photo) as file:
+            exif = orientation(file)
+        turn = _TURNS.get(exif) if given == size[::-1] != size else None
+        # a half turn, a mirror or a square has no sign of it in the size
+        is_clear = exif in _TURNS and given in (size, size[::-1]) and size[0] != size[1]
+        if exif in range(2, 9) and not is_clear:
+            unclear.append(photo.name)
         if given not in (None, size) and turn is None:
             wrong_sizes.append(f"'{xml}' has {given[0]} x {given[1]}, '{photo}' {size}")
 
@@ -99,6 +105,11 @@ def _read_voc(
             )
 
     _check_sizes(wrong_sizes, len(roots), builder.notes)
+    if unclear:
+        builder.notes.append(
+            f"{len(unclear)} photos are turned by EXIF, and their .xml files do not tell whether it was applied before "
+            f"the labeling: {summarize_names(unclear)}. Their boxes are taken as pixels of the upright photo."
+        )
     return names
 
 
@@ -143,12 +154,6 @@ def _size(root: ElementTree.Element) -> tuple[int, int] | None:
     except (ValueError, OverflowError):
         return None
     return (width, height) if width > 0 and height > 0 else None
-
-
-def _turn(photo: Path) -> tuple[bool, bool] | None:
-    """Return how EXIF turns a photo whose boxes are in pixels of the stored one."""
-    with open_header(photo) as image:
-        return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
 
 
 def _edges(each: ElementTree.Element, where: str) -> np.ndarray:

@@ -1,7 +1,8 @@
 """YOLO: a .txt file for each photo, with a row for each object: class, then a box or a polygon from 0 to 1."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,16 @@ from .data_yaml import (
     photos_of_part,
     read_data_yaml,
 )
-from .files import label_of_each, photos_of, read_text
+from .files import (
+    find_photos,
+    label_names,
+    label_of_each,
+    note_left_out,
+    only_images,
+    photos_of,
+    plain_name,
+    read_text,
+)
 
 _TOLERANCE = 0.01  # beyond 0 and 1, as tools round
 #: text files beside labels, by name without suffix
@@ -27,10 +37,14 @@ _OTHER_TEXTS |= {"trainval", "requirements", "license", "readme"}
 
 def yolo_files(files: Sequence[Path]) -> list[Path]:
     """Return the .txt files among others if one of the first that are not empty has a row of YOLO."""
-    texts = [path for path in files if path.suffix.lower() == ".txt"]
-    texts = [path for path in texts if path.stem.lower() not in _OTHER_TEXTS]
+    texts = _label_files(files)
     beginnings = filter(None, map(_first_words, texts))
     return texts if any(map(_is_row, islice(beginnings, 20))) else []
+
+
+def _label_files(files: Iterable[Path]) -> list[Path]:
+    texts = [path for path in files if path.suffix.lower() == ".txt"]
+    return [path for path in texts if path.stem.lower() not in _OTHER_TEXTS]
 
 
 def _first_words(path: Path) -> list[str]:
@@ -83,7 +97,7 @@ def _layout_of(
     photos: Sequence[Path], names: Sequence[str], images: str, files: Sequence[Path]
 ) -> Layout:
     """Return the layout of photos whose labels are beside them, or in the folder labels; without, no object."""
-    labels = {photo: _label_of(photo) for photo in photos}
+    labels, left_over = _labels_of(photos)
     given = [label for label in labels.values() if label is not None]
     if not given:
         raise DataError(
@@ -94,22 +108,47 @@ def _layout_of(
     root = images or os.path.commonpath(folders)
 
     def read(builder: ContentBuilder) -> list[str]:
+        note_left_out(left_over, "label files without a photo", builder.notes)
         return _read_yolo(labels, names, builder)
 
     return Layout("YOLO", [*files, *given], root, read)
 
 
-def _label_of(photo: Path) -> Path | None:
-    """Return the label file of a photo, in the folder labels in place of images, or beside it; None without."""
-    folders = list(photo.parent.parts)
+def _labels_of(
+    photos: Sequence[Path],
+) -> tuple[dict[Path, Path | None], list[str]]:
+    """Find the label file of each photo, in the folder labels in place of images, or beside it; None without.
+
+    Return also the names of label files that belong to no photo, in the list or out of it.
+    """
+    labels: dict[Path, Path | None] = dict.fromkeys(photos)
+    left_over: list[str] = []
+    groups = defaultdict(list)
+    for photo in photos:
+        groups[photo.parent].append(photo)
+
+    for folder, group in groups.items():
+        names = set().union(*map(label_names, only_images(folder.iterdir())))
+        # where both have one, that in the folder labels is used
+        for place in dict.fromkeys((folder, _labels_folder(folder))):
+            if not place.is_dir():
+                continue
+            stems = {text: text.stem for text in _label_files(sorted(place.iterdir()))}
+            for label, photo in find_photos(stems, group).items():
+                labels[photo] = label
+            left_over += [
+                text.name for text in stems if plain_name(text.stem) not in names
+            ]
+    return labels, left_over
+
+
+def _labels_folder(images: Path) -> Path:
+    """Return the folder labels in place of the last folder images of a path."""
+    folders = list(images.parts)
     if "images" in folders:
         last = len(folders) - 1 - folders[::-1].index("images")
         folders[last] = "labels"
-    for folder in (Path(*folders), photo.parent):
-        label = folder / f"{photo.stem}.txt"
-        if label.is_file():
-            return label
-    return None
+    return Path(*folders)
 
 
 def _names_near(folder: Path) -> tuple[list[str], Path]:

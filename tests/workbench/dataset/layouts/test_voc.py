@@ -105,6 +105,31 @@ def test_boxes_of_the_stored_photo_are_turned_by_every_orientation(
     assert [x + width, y + height] == [columns.max() + 1, rows.max() + 1]
 
 
+@pytest.mark.parametrize(
+    ("orientation", "sides", "size", "is_told"),
+    [
+        (1, (20, 40), (20, 40), False),
+        (2, (20, 40), (20, 40), True),
+        (3, (20, 40), (20, 40), True),
+        (6, (20, 20), (20, 20), True),
+        (6, (20, 40), None, True),
+        (6, (20, 40), (40, 20), False),
+        (6, (20, 40), (20, 40), False),
+    ],
+)
+def test_photos_whose_turn_cannot_be_known_are_counted(
+    tmp_path, orientation, sides, size, is_told
+):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.new("RGB", sides).save(tmp_path / "a.jpg", exif=exif)
+    (tmp_path / "a.xml").write_text(voc_text(voc_object(box=(3, 6, 8, 17)), size=size))
+
+    notes = read_labels(str(tmp_path)).notes
+
+    assert any("1 photos are turned by EXIF" in note for note in notes) is is_told
+
+
 @pytest.mark.parametrize("encoding", ["gb2312", "shift_jis", "utf-8", "utf-16"])
 def test_encodings_and_forms_of_difficult(write, encoding):
     forms = ["Unspecified", "", "False", "True", " 1 "]

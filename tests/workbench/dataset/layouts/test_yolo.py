@@ -87,6 +87,46 @@ def test_a_data_yaml_names_the_photos_of_its_parts(write, given):
     assert names_validation(path)
 
 
+@pytest.mark.parametrize(
+    ("photo", "label"),
+    [
+        ("a.jpg", "a.TXT"),
+        ("a.jpg", "a.jpg.txt"),
+        ("caf\u00e9.jpg", "cafe\u0301.txt"),
+        ("at 9.41\u202fPM.png", "at 9.41 PM.txt"),
+    ],
+)
+@pytest.mark.parametrize("with_yaml", [True, False])
+def test_label_files_are_found_by_every_name_that_tools_write(
+    write, photo, label, with_yaml
+):
+    folder = write(BOX, "train/b")
+    Image.new("RGB", (40, 20)).save(folder / "images/train" / photo)
+    (folder / "labels/train" / label).write_text(BOX)
+    (folder / "labels/classes.txt").write_text("cat\ndog\n")
+    path = str(folder / "labels")
+    if with_yaml:
+        path = write_yaml(folder, train="images/train")
+
+    labels = read_labels(path)
+
+    assert len(labels.content["annotations"]) == 2
+    assert labels.notes == []
+
+
+def test_label_files_that_are_left_over_are_named(write):
+    write(BOX, "train/A")
+    write(BOX, "train/of_another_list")
+    folder = write(None, "train/B")
+    (folder / "labels/train/b.txt").write_text(BOX)
+    (folder / "train.txt").write_text("images/train/A.jpg\nimages/train/B.jpg\n")
+
+    labels = read_labels(write_yaml(folder, train="train.txt"))
+
+    assert len(labels.content["annotations"]) == 1
+    assert labels.notes == ["1 label files without a photo are left out: b.txt."]
+
+
 @pytest.mark.parametrize("images", ["", "images/train"])
 @pytest.mark.parametrize("names_file", ["classes.txt", "obj.names", "names.yaml"])
 def test_a_folder_of_labels_has_names_beside_it(write, images, names_file):
