@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PureWindowsPath
 from typing import Any
@@ -268,20 +268,19 @@ def _different_classes(
 ) -> Iterator[str]:
     """Yield an error for each dataset with other classes than the first one, or the checkpoint."""
     known = {name: list(names) for name, names in classes.items() if names}
-    if trained:
-        known = {
-            f"the checkpoint ({len(trained)} classes)": list(trained.values()),
-            **known,
-        }
     if not known:
         return
 
     first, wanted = next(iter(known.items()))
+    if trained:
+        first = f"the checkpoint ({len(trained)} classes)"
+        wanted = list(trained.values())
     for name, names in known.items():
         if names == wanted:
             continue
-        missing = summarize_names(sorted(set(wanted) - set(names)))
-        added = summarize_names(sorted(set(names) - set(wanted)))
+        here, there = Counter(names), Counter(wanted)
+        missing = summarize_names(sorted((there - here).elements()))
+        added = summarize_names(sorted((here - there).elements()))
         difference = "another order"
         if missing or added:
             difference = f"missing: {missing or 'none'}; added: {added or 'none'}"

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import os
 import shlex
 import statistics
@@ -25,6 +26,7 @@ from ...errors import (
 from ...weights import best_checkpoint, read_weights_file
 from ...weights.opening import BEST_CHECKPOINT
 from ..dataset.coco_scores import COCO_TASKS
+from ..dataset.source import own_source
 from ..run.folder import (
     BEST_PREDICTIONS,
     CONVERTED,
@@ -35,6 +37,8 @@ from ..run.folder import (
 )
 from ..run.run_datasets import use_recorded_datasets
 from .detections import Detections, ImageMatches, is_usable_result
+
+log = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -61,6 +65,8 @@ class RunFolder:
         self.folder = Path(folder)
         self.images = images
         self.score = score
+        #: what the labels differ in from those of the run, and what was completed in them
+        self.notes: list[str] = []
 
         evaluated = self.folder / "inference" / "config.yaml"
         self.is_evaluated = evaluated.is_file()
@@ -142,6 +148,11 @@ class RunFolder:
                 "predictions and split datasets. Fix: see comparison.html, or train with its recommended.yaml."
             )
         use_recorded_datasets(self.cfg, self.config_file, str(self.folder))
+        source = own_source(self.dataset)
+        if source is not None:
+            self.notes = [f"{self.dataset}: {note}" for note in source.notes]
+        for note in self.notes:
+            log.warning(note)
         if self.dataset not in DatasetCatalog.list():
             raise DataError(
                 f"DATASETS.TEST ('{self.dataset}'): not registered. Fix: register it in Python "

@@ -49,7 +49,8 @@ def summary(run: RunFolder) -> Section:
     tables = [Table([], list(shown_facts(numbers).items()))]
     if scores:
         tables.insert(0, score_table({run.dataset: numbers}))
-    return Section(numbers, _dense_note(run, scores), tables=tables)
+    text = " ".join([*run.notes, _dense_note(run, scores)]).strip()
+    return Section(numbers, text, tables=tables)
 
 
 def shown_facts(numbers: Mapping[str, Any]) -> dict[str, str]:

@@ -52,6 +52,7 @@ def with_classes(path, *names):
         (["cat", "dog", "eel"], "added: eel"),
         (["cow", "dog"], "missing: cat; added: cow"),
         (["dog", "cat"], "another order"),
+        (["cat", "cat", "dog"], "added: cat"),
     ],
 )
 def test_classes_that_differ_are_told_once_whatever_their_number(

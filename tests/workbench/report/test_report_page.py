@@ -127,6 +127,17 @@ def test_the_page_is_well_formed_and_stands_alone(tmp_path, options):
     assert recall["found"] + sum(recall["not_found"].values()) == total
 
 
+def test_labels_that_were_changed_since_the_run_are_told(tmp_path):
+    folder = write_run(tmp_path / "run")
+    labels = str(folder / "annotations.json")
+    sources = {"fake_val": [labels, "a digest of then"]}
+    (folder / "sources.json").write_text(json.dumps(sources))
+
+    write_report(folder)
+
+    assert "has changed since the run" in Page(folder / "report" / "report.html").text
+
+
 def test_all_objects_are_missed_above_all_scores(tmp_path):
     folder = write_run(tmp_path / "run")
     report(folder, "--score", 1, "--output", tmp_path / "none")

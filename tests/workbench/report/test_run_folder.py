@@ -24,6 +24,7 @@ from .fake_run import (
 )
 
 HUGE = {"size": [10**6, 10**6], "counts": "0"}
+DAMAGED = {"size": [96, 96], "counts": "~~~" * 50}
 
 
 @pytest.fixture
@@ -88,6 +89,7 @@ def with_values(**values):
         (lambda path: change_json(path, with_values(bbox=[1, 2, 3])), "12 of 12"),
         (lambda path: change_json(path, with_values(bbox=None)), "12 of 12"),
         (lambda path: change_json(path, with_values(segmentation=HUGE)), "12 of 12"),
+        (lambda path: change_json(path, with_values(segmentation=DAMAGED)), "12 of 12"),
         (lambda path: change_json(path, with_values(keypoints=[1, 2, 3])), "12 of 12"),
     ],
 )

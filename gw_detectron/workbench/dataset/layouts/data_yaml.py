@@ -31,7 +31,7 @@ def photos_of_part(path: Path, tree: Mapping[str, Any], part: str) -> list[Path]
         if found is None:
             raise DataError(
                 f"'{path}', {part} ('{entry}'): no folder '{base / entry}'. Fix: correct path and {part} in the yaml, "
-                "or give the folder of the photos (--train-images)."
+                f"or give the folder of the photos (--{part}-images)."
             )
         if found.is_file():
             photos += listed_photos(found)
@@ -94,9 +94,10 @@ def names_in(tree: Mapping[str, Any], path: Path) -> list[str]:
     """Return the class names of a data.yaml in the order of their numbers."""
     names = tree["names"]
     if isinstance(names, dict):
-        numbers = {str(number): name for number, name in names.items()}
-        names = [numbers.get(str(number)) for number in range(len(names))]
+        by_number = {str(number): name for number, name in names.items()}
+        names = [by_number.get(str(number)) for number in range(len(names))]
     given = names if isinstance(names, list) else []
+    # a bool, such as yes and no in yaml, is an int, too
     names = [str(name) if type(name) in (int, float) else name for name in given]
     if not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(
