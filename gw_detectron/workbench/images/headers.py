@@ -169,17 +169,22 @@ def _looks_whole(image: Any, path: str | os.PathLike[str]) -> bool:
     return image.format in ("JPEG", "MPO") and b"\xff\xd9" in end
 
 
-def has_all_chunks(file: IO[bytes]) -> bool:
-    """Return whether the chunks of a PNG follow each other to the last one."""
+def has_all_chunks(file: IO[bytes], *, checksums: bool = False) -> bool:
+    """Return whether the chunks of a PNG follow each other to the last one, and have the right ``checksums``."""
     place = len(b"\x89PNG\r\n\x1a\n")
     kind = b""
     while kind != b"IEND":
         file.seek(place)
         length, kind = file.read(4), file.read(4)
+        size = int.from_bytes(length)
         if not kind.isalpha():
             return False
+        if checksums:
+            checksum = zlib.crc32(kind + file.read(size))
+            if file.read(4) != checksum.to_bytes(4):
+                return False
         # and the checksum
-        place += 8 + int.from_bytes(length) + 4
+        place += 8 + size + 4
     return True
 
 

@@ -142,8 +142,10 @@ class _EightBitHandler(PathHandler):
             if headers.is_deep(image):
                 return _scaled_file(image, values)
 
-            # looking for an EXIF entry behind the pixels, Detectron2 would pass over an error
-            if image.format == "PNG" and not headers.has_all_chunks(file):
+            # looking for an EXIF entry behind the pixels, Detectron2 would pass over an error, and take black pixels
+            if image.format == "PNG" and not headers.has_all_chunks(
+                file, checksums=True
+            ):
                 headers.decode(image)
             stack.pop_all()  # the reader closes it
             file.seek(0)

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -180,6 +180,16 @@ def _use_recipe(cfg: CfgNode, request: RunRequest) -> dict[str, str]:
     return apply_recipe(cfg, sources, epochs=request.epochs, given=given, flag=flag)
 
 
+def _effect_of_mix(plain: Mapping, mixed: Mapping, place: str = "") -> Iterator[str]:
+    """Yield a text for each AP of an evaluation, without and with mixed statistics."""
+    for name, scores in plain.items():
+        if isinstance(scores, Mapping):
+            inner = mixed.get(f"{name}_mixed", mixed.get(name, {}))
+            yield from _effect_of_mix(scores, inner, f"{place}{name} ")
+        elif name == "AP":
+            yield f"{place}AP {scores:.1f} -> {mixed['AP']:.1f}"
+
+
 def evaluate(prepared: PreparedRun) -> dict:
     """Build the model, load its weights and evaluate it on ``DATASETS.TEST``."""
     request = prepared.request
@@ -211,7 +221,10 @@ def evaluate(prepared: PreparedRun) -> dict:
 
         results = Trainer.test(cfg, model)
         if mixed is not None:
+            plain = dict(results)
             results.update(Trainer.test_as("mixed", cfg, mixed))
+            effects = ", ".join(_effect_of_mix(plain, results))
+            log.info("--mix %s: %s", request.mix, effects)
         if cfg.TEST.AUG.ENABLED:
             results.update(Trainer.test_with_TTA(cfg, model))
 

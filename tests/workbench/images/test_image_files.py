@@ -100,6 +100,20 @@ def test_a_missing_file_is_named(tmp_path):
         read_image(tmp_path / "b.png", "RGB")
 
 
+@pytest.mark.parametrize("place", ["first", "middle"])
+def test_damaged_pixels_of_a_png_are_no_black_ones(tmp_path, place):
+    path = tmp_path / "a.png"
+    noise = np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8)
+    Image.fromarray(noise).save(path)
+    content = bytearray(path.read_bytes())
+    start = content.index(b"IDAT") + 4 if place == "first" else len(content) // 2
+    content[start : start + 64] = bytes(64)
+    path.write_bytes(content)
+
+    with pytest.raises(DataError, match="truncated or damaged"):
+        read_image(path, "RGB")
+
+
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
 @pytest.mark.parametrize("exif", [b"", b"Exif\0\0II*\0", b"Exif\0\0x"])
 def test_sizes_are_those_that_detectron2_reads(tmp_path, exif, suffix):

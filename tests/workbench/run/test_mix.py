@@ -54,6 +54,9 @@ def test_an_evaluation_has_both_scores(run):
     assert set(results) == {"bbox", "segm", "bbox_mixed", "segm_mixed"}
     assert (run / "inference" / "coco_instances_results.json").is_file()
     assert (run / "inference_mixed" / "coco_instances_results.json").is_file()
+    before, after = (results[name]["AP"] for name in ("bbox", "bbox_mixed"))
+    effect = f"--mix 0.3: bbox AP {before:.1f} -> {after:.1f}, segm AP "
+    assert effect in (run / "inference" / "log.txt").read_text()
 
     plain = main(arguments(run, "--eval-only", "--resume", **BN))
     assert plain["bbox"] == pytest.approx(results["bbox"], nan_ok=True)
