@@ -66,7 +66,7 @@ class ImageMatches(NamedTuple):
         return [match for match in self.matches if match.kind == kind]
 
     @property
-    def errors(self) -> int:
+    def num_errors(self) -> int:
         """The number of missed objects and wrong detections."""
         return len(self.matches) - len(self.of_kind(CORRECT))
 

@@ -63,7 +63,7 @@ class RunFolder:
                 f"--score ({score}): not between 0 and 1. Fix: give e.g. 0.5."
             )
         self.folder = Path(folder)
-        self.images = images
+        self.most_drawn = images
         self.score = score
         #: what the labels differ in from those of the run, and what was completed in them
         self.notes: list[str] = []

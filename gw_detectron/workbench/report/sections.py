@@ -207,7 +207,7 @@ def _precision_line(
 def predictions(run: RunFolder) -> Section:
     """Draw ground truth and detections of images that are spread over the dataset."""
     images = [image for image in run.matches if image.matches] or run.matches
-    pictures = [_photos(run, image) for image in evenly_spread(images, run.images)]
+    pictures = [_photos(run, image) for image in evenly_spread(images, run.most_drawn)]
     text = f"Ground truth, and detections with a score of at least {run.score:g}. Errors are named."
     return Section(text=text, pictures=pictures)
 
@@ -220,14 +220,14 @@ def errors(run: RunFolder) -> Section:
             kinds[match.kind] += 1
     confusion, counts = _confusion(run)
 
-    worst = sorted(run.matches, key=lambda image: -image.errors)[: run.images]
+    worst = sorted(run.matches, key=lambda image: -image.num_errors)[: run.most_drawn]
     photos = []
     listed = []
     for image in worst:
-        if image.errors:
+        if image.num_errors:
             photos.append(_photos(run, image))
             file = run.detections.file_of(image)
-            entry = {"image": image.image_id, "file": file, "errors": image.errors}
+            entry = {"image": image.image_id, "file": file, "errors": image.num_errors}
             listed.append(entry)
 
     text = (

@@ -92,7 +92,7 @@ def test_a_hand_made_image_is_matched():
         ("background", 0.6, None),
         ("missed", None, 3),
     ]
-    assert image.errors == 5
+    assert image.num_errors == 5
     (missed,) = other.matches
     assert (missed.kind, missed.annotation["id"]) == ("missed", 5)
 
