@@ -178,17 +178,18 @@ class _DatasetChecks:
     ) -> tuple[list[str], list[str]]:
         """Check what a Python function returns, and its image files if the records are complete."""
         records = DatasetCatalog.get(name)
-        errors = check_records(
+        errors, warnings = check_records(
             records, self.classes[name], evaluated=not needs.training
         )
         has_all = all(map({"height", "width", "image_id"}.issubset, records))
         if errors or not has_all:
-            return errors, []
+            return errors, warnings
 
         images = [{**record, "id": record["image_id"]} for record in records]
         checked = images[:: -(-len(images) // _MOST_HEADERS)]
         found = self._image_faults(name, "", checked, needs.percentiles)
-        return describe(found, len(checked), "checked images")
+        errors, more = describe(found, len(checked), "checked images")
+        return errors, warnings + more
 
     def _image_faults(
         self, name: str, root: str, images: Sequence[dict], percentiles: Sequence[float]

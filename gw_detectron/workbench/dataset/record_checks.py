@@ -18,7 +18,9 @@ _CATEGORY = Fault(
     "count from 0, and set thing_classes in MetadataCatalog",
 )
 _BOX_MODE = Fault(
-    "have another bbox_mode", "write BoxMode.XYXY_ABS or BoxMode.XYWH_ABS"
+    "have a bbox_mode that Detectron2's mapper and COCO evaluation do not take",
+    "write BoxMode.XYXY_ABS or BoxMode.XYWH_ABS, unless you have your own, as for rotated boxes",
+    1,
 )
 
 
@@ -27,19 +29,18 @@ def check_records(
     classes: Sequence[str] | None,
     *,
     evaluated: bool,
-) -> list[str]:
-    """Return errors of records in Detectron2's format, which a training would meet late or never.
+) -> tuple[list[str], list[str]]:
+    """Return errors and warnings of records in Detectron2's format, which a training would meet late or never.
 
     Equal ids would join the objects of several images: another AP.
     """
     if not records:
-        return [
-            "no records. Fix: return one for each image, in Detectron2's dataset format."
-        ]
+        error = "no records. Fix: return one for each image, in Detectron2's format."
+        return [error], []
     if not any("annotations" in record for record in records):
-        return []  # of segmentation, or photos to detect in
+        return [], []  # of segmentation, or photos to detect in
     if classes is None:
-        return ["no thing_classes. Fix: set them in MetadataCatalog."]
+        return ["no thing_classes. Fix: set them in MetadataCatalog."], []
 
     found: dict[Fault, list[Any]] = {}
     for field in _EVALUATED if evaluated else _TRAINED:
@@ -56,7 +57,8 @@ def check_records(
         _CATEGORY: [value for value in categories if value not in range(len(classes))],
         _BOX_MODE: [value for value in modes if value not in _MODES],
     }
-    return errors + describe(wrong, len(objects), "annotations")[0]
+    more, warnings = describe(wrong, len(objects), "annotations")
+    return errors + more, warnings
 
 
 def _repeated(ids: Iterable[Any]) -> list[Any]:

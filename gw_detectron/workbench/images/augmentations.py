@@ -38,7 +38,7 @@ def training_mapper(cfg: CfgNode) -> DatasetMapper:
     moves_boxes = any(augmentation.moves for augmentation in ours)
     crops_masks = cfg.INPUT.CROP.ENABLED and cfg.MODEL.MASK_ON
     mapper = (_TightBoxes if moves_boxes or crops_masks else DatasetMapper)(cfg, True)
-    # of a crop, which fails for an image without objects
+    # Detectron2's own way to fit boxes to cropped masks fails for an image without objects
     mapper.recompute_boxes = False
 
     theirs = mapper.augmentations.augs

@@ -33,10 +33,11 @@ def records(count=3, **changes):
 
 def test_sound_records_have_no_error():
     for evaluated in (False, True):
-        assert check_records(records(), CLASSES, evaluated=evaluated) == []
-    assert check_records(records(image_id=None), CLASSES, evaluated=False) == []
+        assert check_records(records(), CLASSES, evaluated=evaluated) == ([], [])
+    without_id = records(image_id=None)
+    assert check_records(without_id, CLASSES, evaluated=False) == ([], [])
     semantic = [{"file_name": "a.png", "sem_seg_file_name": "b.png"}]
-    assert check_records(semantic, None, evaluated=True) == []
+    assert check_records(semantic, None, evaluated=True) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -49,28 +50,31 @@ def test_sound_records_have_no_error():
     ],
 )
 def test_fields_that_the_evaluation_reads(changes, word):
-    (error,) = check_records(records(**changes), CLASSES, evaluated=True)
+    (error,), _ = check_records(records(**changes), CLASSES, evaluated=True)
     assert word in error
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "word"),
-    [
-        ("category_id", 2, "category_id"),
-        ("category_id", None, "category_id"),
-        ("bbox_mode", BoxMode.XYWHA_ABS, "bbox_mode"),
-    ],
-)
-def test_annotations_that_detectron2_cannot_use(field, value, word):
+@pytest.mark.parametrize("category", [2, None])
+def test_classes_that_detectron2_cannot_use(category):
     found = records()
-    found[1]["annotations"][0][field] = value
-    (error,) = check_records(found, CLASSES, evaluated=False)
-    assert "1 of 3 annotations" in error and word in error
+    found[1]["annotations"][0]["category_id"] = category
+    (error,), _ = check_records(found, CLASSES, evaluated=False)
+    assert "1 of 3 annotations have a category_id" in error
+
+
+def test_rotated_boxes_are_a_warning():
+    found = records()
+    for record in found:
+        record["annotations"][0]["bbox_mode"] = BoxMode.XYWHA_ABS
+    errors, warnings = check_records(found, CLASSES, evaluated=False)
+    assert not errors and "bbox_mode" in warnings[0]
 
 
 def test_no_records_and_no_classes():
-    assert "no records" in check_records([], CLASSES, evaluated=False)[0]
-    assert "thing_classes" in check_records(records(), None, evaluated=True)[0]
+    (error,), _ = check_records([], CLASSES, evaluated=False)
+    assert "no records" in error
+    (error,), _ = check_records(records(), None, evaluated=True)
+    assert "thing_classes" in error
 
 
 @pytest.fixture
