@@ -141,8 +141,8 @@ class RunFolder:
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """The images of the dataset, as Detectron2 describes them."""
-        is_evaluated = (self.folder / "inference").is_dir()
-        if (self.folder / RESULT).is_file() and not is_evaluated:
+        has_predictions = (self.folder / "inference").is_dir()
+        if (self.folder / RESULT).is_file() and not has_predictions:
             raise MissingFileError(
                 f"RUN ('{self.folder}'): gw-detectron compare keeps scores and curves of its runs, but no weights, "
                 "predictions and split datasets. Fix: see comparison.html, or train with its recommended.yaml."

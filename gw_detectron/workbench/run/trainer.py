@@ -475,13 +475,13 @@ class Trainer(DefaultTrainer):
         return report
 
     def _warn_of_other_classes(self, checkpoint: Checkpoint) -> None:
-        """Warn if the outputs of other classes fit by their number, and are loaded."""
+        """Warn if the class outputs of other classes are loaded, because there are as many."""
         theirs = list(trained_classes(checkpoint).values())
         ours = [str(entry["name"]) for entry in self.record.classes]
         if len(theirs) == len(ours) and theirs != ours:
             log.warning(
-                "MODEL.WEIGHTS: was trained for %s; the outputs of these classes are where %s begin. Fix: give "
-                "the classes the same names and order, if they are the same",
+                "MODEL.WEIGHTS: was trained for %s, this run has %s: its class outputs start from theirs, in "
+                "this order. Fix: if classes are the same, give them the same names and order",
                 summarize_names(theirs, 8),
                 summarize_names(ours, 8),
             )
