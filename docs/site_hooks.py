@@ -16,9 +16,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "benchmarks/*.md", "experiments/*.md")
 LINKED = (
     "configs/**/*.*",
-    "experiments/small_batch/*.*",
-    "experiments/real_images/**/*.*",
-    "experiments/bn_weights/*.*",
+    "experiments/[!_]*/*.*",
+    "experiments/[!_]*/[!_]*/*.*",
     "CITATION.cff",
 )
 
