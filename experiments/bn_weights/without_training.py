@@ -6,11 +6,10 @@ Rows that the file has already are not computed again.
 """
 
 import contextlib
-import csv
 import io
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from torch import Tensor
 from gw_detectron import convert_norms
 from gw_detectron.config import read_config
 from gw_detectron.weights.loading import load_model
+
+from ..study import ResultsFile
 
 #: of RPN, in place of 1000: photos have at most 28 objects, and an evaluation takes 0.4 of the time
 PROPOSALS = 300
@@ -92,62 +93,46 @@ def score(model: torch.nn.Module, batches: list, evaluator: COCOEvaluator) -> fl
         return evaluator.evaluate()["bbox"]["AP"]
 
 
-def rows(data: Path, runs: list[Path], done: set[tuple]) -> Iterator[dict[str, Any]]:
-    """Yield the AP of each run, arm, change and strength that is not ``done``."""
-    name = "changed_photos"
-    register_coco_instances(name, {}, str(data / "test.json"), str(data / "images"))
+def score_run(data: str, run: Path, file: ResultsFile) -> None:
+    """Write the AP of a detector with each arm, change and strength that the file lacks."""
+    cfg = read_config(run / "config.yaml")
+    cfg.MODEL.WEIGHTS = str(run / "model_final.pth")
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.MODEL.RPN.POST_NMS_TOPK_TEST = PROPOSALS
+    inputs = list(build_detection_test_loader(cfg, data, num_workers=0))
+    evaluator = COCOEvaluator(data, ("bbox",), False, use_fast_impl=False)
+
+    models = {}
+    for arm, norm in ARMS.items():
+        models[arm] = load_model(cfg)
+        if norm:
+            backbone = models[arm].get_submodule("backbone.bottom_up")
+            convert_norms(backbone, {"*": norm})
+
+    for change, (_, strengths) in CHANGES.items():
+        for strength in strengths:
+            left = [
+                arm for arm in ARMS if (run.name, arm, change, strength) not in file
+            ]
+            if not left:
+                continue
+            batches = [
+                changed(batch, change, strength, cfg.INPUT.FORMAT == "BGR")
+                for batch in inputs
+            ]
+            for arm in left:
+                ap = score(models[arm], batches, evaluator)
+                # no detection: empty
+                text = round(ap, 2) if math.isfinite(ap) else ""
+                file.append(run.name, arm, change, strength, text)
+
+
+def main(folder: str, output: str, *runs: str) -> None:
+    data = "changed_photos"
+    register_coco_instances(data, {}, f"{folder}/test.json", f"{folder}/images")
+    file = ResultsFile(output, ("run", "arm", "change", "strength"), ("AP",))
     for run in runs:
-        cfg = read_config(run / "config.yaml")
-        cfg.MODEL.WEIGHTS = str(run / "model_final.pth")
-        cfg.MODEL.DEVICE = "cpu"
-        cfg.MODEL.RPN.POST_NMS_TOPK_TEST = PROPOSALS
-        inputs = list(build_detection_test_loader(cfg, name, num_workers=0))
-        evaluator = COCOEvaluator(name, ("bbox",), False, use_fast_impl=False)
-
-        models = {}
-        for arm, norm in ARMS.items():
-            model = load_model(cfg)
-            if norm:
-                convert_norms(model.get_submodule("backbone.bottom_up"), {"*": norm})
-            models[arm] = model
-
-        for change, (_, strengths) in CHANGES.items():
-            for strength in strengths:
-                left = [
-                    arm
-                    for arm in ARMS
-                    if (run.name, arm, change, str(strength)) not in done
-                ]
-                if not left:
-                    continue
-                batches = [
-                    changed(batch, change, strength, cfg.INPUT.FORMAT == "BGR")
-                    for batch in inputs
-                ]
-                for arm in left:
-                    ap = score(models[arm], batches, evaluator)
-                    yield {
-                        "run": run.name,
-                        "arm": arm,
-                        "change": change,
-                        "strength": strength,
-                        "AP": round(ap, 2) if math.isfinite(ap) else "",
-                    }
-
-
-def main(data: str, output: str, *runs: str) -> None:
-    fields = ("run", "arm", "change", "strength", "AP")
-    with open(output, "a+", newline="") as file:
-        file.seek(0)
-        earlier = list(csv.DictReader(file))
-        done = {tuple(row[name] for name in fields[:-1]) for row in earlier}
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
-        if not earlier:
-            writer.writeheader()
-        for row in rows(Path(data), [Path(run) for run in runs], done):
-            writer.writerow(row)
-            file.flush()
-            print(row, flush=True)
+        score_run(data, Path(run), file)
 
 
 if __name__ == "__main__":

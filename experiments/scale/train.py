@@ -5,11 +5,8 @@ python -m experiments.scale.train CONFIG.yaml TRAIN.json TEST.json IMAGES RESULT
 Rows that the file has already are not trained again.
 """
 
-import csv
-import logging
 import sys
 import time
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from gw_detectron import GroupWhitening2d
-from gw_detectron.config import changed_config
 from gw_detectron.norms import norm_spec
 from gw_detectron.ops.group_whitening.op import whiten
-from gw_detectron.workbench.compare.plan import schedule_keys
-from gw_detectron.workbench.run import RunRequest, Trainer, prepare
+from gw_detectron.workbench.run import Trainer
 
-FIELDS = ("data", "arm", "seed", "AP", "seconds")
+from ..study import ResultsFile, train
+
+KEYS = ("data", "arm", "seed")
+VALUES = ("AP", "seconds")
 ITERATIONS = 400
 RATE = 0.04
 SMALL = 0.21
@@ -128,35 +126,20 @@ def norms_of(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers if norm_spec(layer)]
 
 
-def train(
-    config: str, data: dict[str, str], arm: Arm, seed: int, folder: Path
+def train_arm(
+    config: str, data: tuple[str, str, str], arm: Arm, seed: int, folder: Path
 ) -> float:
-    """Train an arm with a seed for 400 iterations, and return its AP."""
-    rate = RATE
-    is_masks = "nuclei" in config
-    if is_masks and arm.norm == "BN":
-        rate = RATE / 2
-    opts = {
-        "MODEL.DEVICE": "cpu",
+    """Train an arm with a seed, and return its AP."""
+    is_slow = "nuclei" in config and arm.norm == "BN"
+    keys = {
         "MODEL.RESNETS.NORM": arm.norm,
         "MODEL.RESNETS.CONV": arm.conv,
-        "SOLVER.BASE_LR": rate,
+        "SOLVER.BASE_LR": RATE / 2 if is_slow else RATE,
         "SEED": seed,
         "OUTPUT_DIR": str(folder),
     }
-    flags = Namespace(
-        config_file=config,
-        num_gpus=0,
-        opts=[value for pair in opts.items() for value in pair],
-        **data,
-    )
-    cfg = prepare(RunRequest.from_flags(flags)).cfg
-    cfg = changed_config(cfg, schedule_keys(cfg, ITERATIONS, evaluations=1))
     trainer_class = type("ArmTrainer", (ScaleTrainer,), {"arm": arm})
-    trainer = trainer_class(cfg, resume=False, overwrite=True)
-    trainer.resume_or_load()
-    scores = trainer.train()
-    return scores["segm" if is_masks else "bbox"]["AP"]
+    return train(config, data, ITERATIONS, keys, trainer_class)
 
 
 def main(
@@ -169,32 +152,17 @@ def main(
     seeds: str,
     *arms: str,
 ) -> None:
-    data = {
-        "train_json": train_json,
-        "train_images": images,
-        "val_json": test_json,
-        "val_images": images,
-    }
     name = Path(config).stem
-    with open(results, "a+", newline="") as file:
-        file.seek(0)
-        earlier = list(csv.DictReader(file))
-        done = {(row["data"], row["arm"], row["seed"]) for row in earlier}
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        if not earlier:
-            writer.writeheader()
-
-        for seed in seeds.split(","):
-            for arm in arms or ARMS:
-                if (name, arm, seed) in done:
-                    continue
-                folder = Path(output, f"{name}_{list(ARMS).index(arm)}_{seed}")
-                begin = time.time()
-                ap = train(config, data, ARMS[arm], int(seed), folder)
-                row = (name, arm, seed, round(ap, 2), round(time.time() - begin))
-                writer.writerow(dict(zip(FIELDS, row, strict=True)))
-                file.flush()
-                logging.getLogger("gw_detectron").info("%s", row)
+    file = ResultsFile(results, KEYS, VALUES)
+    for seed in seeds.split(","):
+        for arm in arms or ARMS:
+            if (name, arm, seed) in file:
+                continue
+            folder = Path(output, f"{name}_{list(ARMS).index(arm)}_{seed}")
+            begin = time.time()
+            data = (train_json, test_json, images)
+            ap = train_arm(config, data, ARMS[arm], int(seed), folder)
+            file.append(name, arm, seed, round(ap, 2), round(time.time() - begin))
 
 
 if __name__ == "__main__":

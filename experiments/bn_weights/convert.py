@@ -1,0 +1,73 @@
+"""Give the ResNet-18 of pretrain.py other norms, as start weights for part 2 of PLAN.md.
+
+python -m experiments.bn_weights.convert output/r18_bn.pth CIFAR/test output/r18
+
+Writes output/r18_bn.pkl (BN), output/r18_gw.pkl (GW at S1-B1) and output/r18_gn.pkl (GN). Scales of GW are divided by
+the standard deviation of its output, which is 1 after BN.
+"""
+
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchvision.models import resnet18
+
+from gw_detectron import GroupWhitening2d, convert_norms
+from gw_detectron.norms.conversion import Plan
+from gw_detectron.ops.group_whitening.op import whiten
+from gw_detectron.weights.converting import convert_file
+
+from .pretrain import images_of
+
+#: name of the file -> plan of the conversion, and the norm that the file needs stated
+TARGETS: dict[str, tuple[Plan, str | None]] = {
+    "bn": ({}, None),
+    "gw": ({"S1-B1": "GW"}, "GW"),
+    "gn": ({"*": "GN"}, "GN"),
+}
+
+
+def divide_scale(layer: GroupWhitening2d, inputs: tuple[Tensor]) -> None:
+    """Divide the scale of a layer by the standard deviation of what it multiplies."""
+    whitened = whiten(inputs[0], None, None, layer.num_groups, layer.solver, False)
+    assert layer.weight is not None
+    layer.weight.div_(whitened.std())
+
+
+@torch.no_grad()
+def converted(source: str, plan: Plan, images: Tensor) -> nn.Module:
+    """Return the pretrained network with other norms."""
+    model = resnet18(num_classes=10)
+    model.load_state_dict(torch.load(source))
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the statistics that GW and GN lose
+        if plan:
+            convert_norms(model, plan)
+
+    # a layer is corrected before it runs, so the next one sees corrected input
+    for layer in model.modules():
+        if isinstance(layer, GroupWhitening2d):
+            layer.register_forward_pre_hook(divide_scale)
+    model(images)
+    return model
+
+
+def main(source: str, test_folder: str, target: str) -> None:
+    torch.manual_seed(0)
+    batches = DataLoader(images_of(test_folder, train=False), 64, shuffle=True)
+    images, _ = next(iter(batches))
+    for name, (plan, norm) in TARGETS.items():
+        model = converted(source, plan, images)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, f"{name}.pth")
+            torch.save(model.state_dict(), file)
+            convert_file(file, f"{target}_{name}.pkl", norm=norm, overwrite=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

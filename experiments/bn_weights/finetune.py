@@ -1,0 +1,120 @@
+r"""Fine-tune detectors from BN weights: part 2 of PLAN.md.
+
+python -m experiments.bn_weights.finetune CONFIG.yaml TRAIN.json CHOOSE.json TEST.json IMAGES R18 RESULTS.csv OUTPUT \
+    ARM ...
+
+R18 is the beginning of the names of the three files of convert.py. Runs with seed 0 choose the learning rate of an arm
+on CHOOSE; the others are scored on TEST. Rows that the file has already are not trained again.
+"""
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gw_detectron.layers.mixed_norms import MixedNorm
+from gw_detectron.workbench.compare.plan import SEARCH_SEED, norm_keys
+from gw_detectron.workbench.run import Trainer
+
+from ..study import ResultsFile, train
+
+KEYS = ("data", "arm", "rate", "seed")
+VALUES = ("AP", "seconds")
+ITERATIONS = 400
+RATES = (0.01, 0.02, 0.04)
+SEEDS = (1, 2, 3)
+#: share of the iterations in which a ramp reaches its end
+RAMP = 0.4
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Norms of the backbone as ``compare`` names them, and the file of its start weights, "" for none."""
+
+    norms: str
+    weights: str = "bn"
+    ramps: bool = False
+
+
+ARMS = {
+    "FrozenBN": Arm("FrozenBN"),
+    "FrozenBN, trainable": Arm("FrozenBN+MixGW:alpha=0@S1-B1"),
+    "MixGW 0.5": Arm("FrozenBN+MixGW@S1-B1"),
+    "MixGW 0.5, ramped": Arm("FrozenBN+MixGW@S1-B1", ramps=True),
+    "mean 0.5": Arm("FrozenBN+MixGW:alpha=0,mean=0.5@S1-B1"),
+    "MixBN 0.5": Arm("FrozenBN+MixBN@S1-B1"),
+    "GW, converted": Arm("FrozenBN+GW@S1-B1", "gw"),
+    "GN, converted": Arm("GN", "gn"),
+    "GW:iters=2, from scratch": Arm("GW:iters=2", ""),
+    "GW, from scratch": Arm("GW", ""),
+}
+
+
+class RampTrainer(Trainer):
+    """A trainer whose mixed norms begin as FrozenBN."""
+
+    def run_step(self) -> None:
+        part = min(self.iter / (RAMP * self.max_iter), 1.0)
+        share = 0.5 * (1 - math.cos(math.pi * part))
+        for layer in self.model.modules():
+            if isinstance(layer, MixedNorm):
+                layer.alpha = layer.mean = 0.5 * share
+        super().run_step()
+
+
+def keys_of(arm: Arm, weights: str) -> dict[str, Any]:
+    """Return the config keys of an arm."""
+    keys: dict[str, Any] = {"MODEL.BACKBONE.FREEZE_AT": 0, **norm_keys(arm.norms)}
+    if arm.weights:
+        keys["MODEL.WEIGHTS"] = f"{weights}_{arm.weights}.pkl"
+    return keys
+
+
+def main(
+    config: str,
+    train_json: str,
+    choose_json: str,
+    test_json: str,
+    images: str,
+    weights: str,
+    results: str,
+    output: str,
+    *arms: str,
+) -> None:
+    name = Path(config).stem
+    file = ResultsFile(results, KEYS, VALUES)
+
+    def score(arm: str, rate: float, seed: int) -> float:
+        key = (name, arm, rate, seed)
+        if key not in file:
+            begin = time.time()
+            keys = {
+                **keys_of(ARMS[arm], weights),
+                "SOLVER.BASE_LR": rate,
+                "SEED": seed,
+                "OUTPUT_DIR": str(
+                    Path(output, f"{name}_{list(ARMS).index(arm)}_{rate}_{seed}")
+                ),
+            }
+            val_json = choose_json if seed == SEARCH_SEED else test_json
+            trainer = RampTrainer if ARMS[arm].ramps else Trainer
+            ap = train(
+                config, (train_json, val_json, images), ITERATIONS, keys, trainer
+            )
+            ap = ap if math.isfinite(ap) else 0.0  # no detection
+            file.append(*key, round(ap, 2), round(time.time() - begin))
+        return float(file.rows[tuple(map(str, key))]["AP"])
+
+    for arm in arms or ARMS:
+        chosen = max(RATES, key=lambda rate: score(arm, rate, SEARCH_SEED))
+        for seed in SEEDS:
+            score(arm, chosen, seed)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])

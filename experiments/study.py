@@ -1,0 +1,82 @@
+"""What studies with one row for each run share: a results file that a second call continues, and a training."""
+
+import csv
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gw_detectron.config import changed_config
+from gw_detectron.workbench.compare.plan import schedule_keys
+from gw_detectron.workbench.run import RunRequest, Trainer, prepare
+
+
+class ResultsFile:
+    """A CSV of results. Rows are written as they come, so that a second call does only what is left.
+
+    Args:
+        path: of the file; its rows are kept.
+        keys: the columns that identify a row.
+        values: the other columns.
+    """
+
+    def __init__(self, path: str, keys: Sequence[str], values: Sequence[str]) -> None:
+        self.path = Path(path)
+        self.keys = tuple(keys)
+        self.fields = (*keys, *values)
+        self.rows: dict[tuple[str, ...], dict[str, str]] = {}
+        if self.path.exists():
+            with self.path.open(newline="") as file:
+                for row in csv.DictReader(file):
+                    self.rows[tuple(row[key] for key in keys)] = row
+
+    def __contains__(self, key: tuple[Any, ...]) -> bool:
+        return tuple(map(str, key)) in self.rows
+
+    def append(self, *row: Any) -> None:
+        """Write the values of all columns as a row."""
+        texts = [str(value) for value in row]
+        is_new = not self.path.exists()
+        with self.path.open("a", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            if is_new:
+                writer.writerow(self.fields)
+            writer.writerow(texts)
+        key = tuple(texts[: len(self.keys)])
+        self.rows[key] = dict(zip(self.fields, texts, strict=True))
+
+
+def train(
+    config: str,
+    data: tuple[str, str, str],
+    iterations: int,
+    keys: Mapping[str, Any],
+    trainer_class: type[Trainer] = Trainer,
+) -> float:
+    """Train a detector on the CPU, and return its AP: of masks, or of boxes without masks.
+
+    Args:
+        config: a yaml.
+        data: the COCO files of training and evaluation, and the folder of the images of both.
+        iterations: the length, to which the schedule of the config is fitted.
+        keys: other config keys, such as SEED and OUTPUT_DIR.
+    """
+    train_json, val_json, images = data
+    opts = {"MODEL.DEVICE": "cpu", **keys}
+    flags = Namespace(
+        config_file=config,
+        num_gpus=0,
+        opts=[value for pair in opts.items() for value in pair],
+        train_json=train_json,
+        train_images=images,
+        val_json=val_json,
+        val_images=images,
+    )
+    cfg = prepare(RunRequest.from_flags(flags)).cfg
+    cfg = changed_config(cfg, schedule_keys(cfg, iterations, evaluations=1))
+
+    trainer = trainer_class(cfg, resume=False, overwrite=True)
+    trainer.resume_or_load()
+    scores = trainer.train()
+    assert scores is not None, "of the main process"
+    return scores["segm" if cfg.MODEL.MASK_ON else "bbox"]["AP"]

@@ -1,0 +1,52 @@
+"""Test what studies share, and the start weights of the study of BN weights."""
+
+from pathlib import Path
+
+import torch
+from torchvision.models import resnet18
+
+from experiments.bn_weights.convert import converted
+from experiments.study import ResultsFile
+from gw_detectron import GroupWhitening2d
+
+
+def test_results_file_continues(tmp_path: Path) -> None:
+    path = str(tmp_path / "results.csv")
+    first = ResultsFile(path, ("arm", "seed"), ("AP",))
+    first.append("GW:iters=2, small", 1, 48.25)
+
+    second = ResultsFile(path, ("arm", "seed"), ("AP",))
+    assert ("GW:iters=2, small", 1) in second
+    assert ("GW:iters=2, small", 2) not in second
+    second.append("GN", 2, 45.5)
+
+    rows = ResultsFile(path, ("arm", "seed"), ("AP",)).rows
+    assert rows["GW:iters=2, small", "1"]["AP"] == "48.25"
+    assert rows["GN", "2"]["AP"] == "45.5"
+
+
+def test_converted_network_has_unit_variance_after_whitening(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = resnet18(num_classes=10)
+    file = str(tmp_path / "r18.pth")
+    torch.save(model.state_dict(), file)
+    images = torch.randn(4, 3, 64, 64)
+
+    new = converted(file, {"S1-B1": "GW"}, images)
+
+    deviations = []
+
+    def measure(
+        layer: GroupWhitening2d, inputs: tuple[torch.Tensor], output: torch.Tensor
+    ) -> None:
+        deviations.append(output.std().item())
+
+    layers = [layer for layer in new.modules() if isinstance(layer, GroupWhitening2d)]
+    for layer in layers:
+        layer._forward_pre_hooks.clear()
+        layer.register_forward_hook(measure)
+    with torch.no_grad():
+        new(images)
+    # the scale of this BN is 1 everywhere
+    assert len(layers) == 9
+    torch.testing.assert_close(deviations, [1.0] * 9, rtol=1e-3, atol=0)
