@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from detectron2.config import CfgNode
 from detectron2.data import build_detection_test_loader
 from detectron2.data.datasets import register_coco_instances
 from detectron2.evaluation import COCOEvaluator
-from torch import Tensor
+from torch import Tensor, nn
 
 from gw_detectron import convert_norms
 from gw_detectron.config import read_config
@@ -84,13 +85,26 @@ def changed(
     return batch
 
 
-def score(model: torch.nn.Module, batches: list, evaluator: COCOEvaluator) -> float:
-    """Return the box AP of a detector."""
+def models_of(cfg: CfgNode) -> dict[str, nn.Module]:
+    """Return the detector of a config with each arm's norms."""
+    models = {}
+    for arm, norm in ARMS.items():
+        models[arm] = load_model(cfg)
+        if norm:
+            backbone = models[arm].get_submodule("backbone.bottom_up")
+            convert_norms(backbone, {"*": norm})
+    return models
+
+
+def score(
+    model: nn.Module, batches: list, evaluator: COCOEvaluator, task: str = "bbox"
+) -> float:
+    """Return the AP of a detector."""
     evaluator.reset()
     with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
         for batch in batches:
             evaluator.process(batch, model(batch))
-        return evaluator.evaluate()["bbox"]["AP"]
+        return evaluator.evaluate()[task]["AP"]
 
 
 def score_run(data: str, run: Path, file: ResultsFile) -> None:
@@ -102,13 +116,7 @@ def score_run(data: str, run: Path, file: ResultsFile) -> None:
     inputs = list(build_detection_test_loader(cfg, data, num_workers=0))
     evaluator = COCOEvaluator(data, ("bbox",), False, use_fast_impl=False)
 
-    models = {}
-    for arm, norm in ARMS.items():
-        models[arm] = load_model(cfg)
-        if norm:
-            backbone = models[arm].get_submodule("backbone.bottom_up")
-            convert_norms(backbone, {"*": norm})
-
+    models = models_of(cfg)
     for change, (_, strengths) in CHANGES.items():
         for strength in strengths:
             left = [

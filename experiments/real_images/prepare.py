@@ -42,7 +42,7 @@ def prepare(source: Path, output: Path) -> None:
     content = _shrunk(labels.content, Path(labels.images), output)
     types = defaultdict(list)
     for image in content["images"]:
-        types[_type(output / "images" / image["file_name"])].append(image)
+        types[type_of(output / "images" / image["file_name"])].append(image)
     parts: dict[str, list[dict]] = {"train": [], "val": []}
     for name, members in sorted(types.items()):
         members.sort(key=_hash)
@@ -51,7 +51,7 @@ def prepare(source: Path, output: Path) -> None:
         parts["train"] += members[count:]
         print(f"{name}: {len(members)} images, {count} of them for validation")
     for part, images in parts.items():
-        _write(output / f"{part}.json", _part(content, images))
+        _write(output / f"{part}.json", part_of(content, images))
 
 
 def _shrunk(content: dict[str, Any], root: Path, output: Path) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _masked(mask: dict[str, Any], size: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def _type(path: Path) -> str:
+def type_of(path: Path) -> str:
     """Tell the type of an image by its color and brightness."""
     with Image.open(path) as image:
         pixels = np.asarray(image, dtype=float)
@@ -118,7 +118,7 @@ def _hash(image: dict[str, Any]) -> str:
     return hashlib.sha256(Path(image["file_name"]).stem.encode()).hexdigest()
 
 
-def _part(content: dict[str, Any], images: list[dict]) -> dict[str, Any]:
+def part_of(content: dict[str, Any], images: list[dict]) -> dict[str, Any]:
     """Return the content of some images, which are numbered anew in their order."""
     numbers = {image["id"]: number for number, image in enumerate(images, start=1)}
     rows = [row for row in content["annotations"] if row["image_id"] in numbers]
