@@ -7,6 +7,7 @@ import csv
 import statistics
 import sys
 from collections import defaultdict
+from typing import Any
 
 from gw_detectron.workbench.compare.verdict import Difference, paired_difference
 
@@ -21,17 +22,25 @@ _WHITENING = ("MixGW 0.1", "MixGW 0.3")
 Scores = dict[str, dict[str, dict[str, float]]]
 
 
-def read(*files: str) -> Scores:
-    """Average the strengths of each change, and all changed photos."""
-    values = defaultdict(list)
+def rows_of(*files: str) -> list[dict[str, Any]]:
+    """Return the rows of files, with numbers for strength and AP."""
+    rows = []
     for file in files:
         with open(file, newline="") as stream:
             for row in csv.DictReader(stream):
                 ap = float(row["AP"] or 0)  # no detection: 0
-                change, arm, run = row["change"], row["arm"], row["run"]
-                values[change, arm, run].append(ap)
-                if change != CLEAN:
-                    values[CHANGED, arm, run].append(ap)
+                rows.append({**row, "strength": float(row["strength"]), "AP": ap})
+    return rows
+
+
+def read(*files: str) -> Scores:
+    """Average the strengths of each change, and all changed photos."""
+    values = defaultdict(list)
+    for row in rows_of(*files):
+        change, arm, run = row["change"], row["arm"], row["run"]
+        values[change, arm, run].append(row["AP"])
+        if change != CLEAN:
+            values[CHANGED, arm, run].append(row["AP"])
 
     scores: Scores = defaultdict(lambda: defaultdict(dict))
     for (change, arm, run), aps in values.items():
