@@ -3,7 +3,8 @@
 The files of this room, in the order of their story:
 
 - ``reading``: read a weight file without running its code.
-- ``identifying``: find the network of its tensors, by its record and by the tensors.
+- ``network_record``: what a file records about its network.
+- ``inferring``: infer a ResNet and its norms from tensors.
 - ``converting``: rename ImageNet weights from torchvision to Detectron2, and check each tensor.
 - ``fetching``: turn an address into a file, also ``gw://``, which is downloaded and converted.
 - ``opening``: open a checkpoint: a file, an address, or the last one of a run folder.
@@ -20,7 +21,7 @@ NetworkRecord then has, and how the run was made.
 from .comparing import norm_differences
 from .converting import Conversion, convert, convert_file, load_weights
 from .fetching import CATALOG, register_weights
-from .identifying import Architecture, NetworkRecord, Preprocessing, to_torchvision
+from .inferring import Architecture, to_torchvision
 from .loading import (
     GWDetectionCheckpointer,
     LoadReport,
@@ -28,6 +29,7 @@ from .loading import (
     load_model,
     norm_mismatch,
 )
+from .network_record import NetworkRecord, Preprocessing
 from .opening import (
     Checkpoint,
     LazyCheckpoint,

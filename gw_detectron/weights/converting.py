@@ -27,21 +27,23 @@ from ..errors import (
 )
 from ..installation import TOOL
 from ..norms import CONVS
-from .identifying import (
-    PREPROCESSING,
-    TORCHVISION,
+from .inferring import (
     Architecture,
-    NetworkRecord,
     Positions,
-    Preprocessing,
-    Provenance,
     build_torchvision,
     detectron2_name,
     infer_architecture,
     infer_norms,
     positions_of,
-    read_network_record,
     to_torchvision,
+)
+from .network_record import (
+    PREPROCESSING,
+    TORCHVISION,
+    NetworkRecord,
+    Preprocessing,
+    Provenance,
+    read_network_record,
 )
 from .reading import (
     RECORD_KEY,
@@ -193,7 +195,7 @@ def load_weights(
     Args:
         path: a source or target of :func:`convert_file`.
         norm: see :func:`convert`.
-        preprocessing: a name in :data:`.identifying.PREPROCESSING`; None if recorded, or if the
+        preprocessing: a name in :data:`.network_record.PREPROCESSING`; None if recorded, or if the
             source has torchvision's names and statistics, which imply torchvision's preprocessing.
 
     Raises:

@@ -18,7 +18,7 @@ from ..modeling import build_checked_model
 from ..modeling.build import NORM_KEYS
 from ..norms import conv_names, mix_statistics, norm_rows
 from .comparing import norm_differences, recorded_norms, stored_shapes
-from .identifying import NORMS_KEY
+from .network_record import NORMS_KEY
 from .opening import Checkpoint, open_checkpoint, open_start_weights
 from .reading import SAVE_AGAIN, weight_problems
 from .recording import NormRecorder

@@ -18,7 +18,7 @@ from ..errors import (
     WeightsFileError,
 )
 from .fetching import local_path
-from .identifying import ZOO_DETECTOR, NetworkRecord, read_network_record
+from .network_record import ZOO_DETECTOR, NetworkRecord, read_network_record
 from .reading import FileContent, named_tensors, read_weights_file
 
 #: names of tensors in the heads of detectors, of Detectron2 and Detectron
@@ -38,7 +38,7 @@ class Checkpoint:
     tensors: dict[str, Tensor] = field(repr=False)
     #: everything else, e.g. ``__author__`` and the training state
     metadata: dict[str, Any] = field(repr=False)
-    record: NetworkRecord = field(default_factory=NetworkRecord, repr=False)
+    network: NetworkRecord = field(default_factory=NetworkRecord, repr=False)
 
 
 @dataclass
@@ -210,10 +210,10 @@ def open_checkpoint(
                 for name in tensors
                 if not name.endswith("_momentum")
             }
-        record = read_network_record(content)
+        network = read_network_record(content)
     except ValueError as error:
         raise WeightsFileError(f"{key}: '{path}': {error}") from error
-    return Checkpoint(address, path, tensors, metadata, record)
+    return Checkpoint(address, path, tensors, metadata, network)
 
 
 def _model_and_metadata(content: FileContent, path: str) -> tuple[Any, dict[str, Any]]:

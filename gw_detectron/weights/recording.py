@@ -18,7 +18,7 @@ from torch import nn
 from ..config import flat_items, parse_config
 from ..errors import ConfigError, WeightsFileError, summarize_names
 from ..installation import __version__, git_commit
-from .identifying import PROVENANCE_KEY, norm_record
+from .network_record import PROVENANCE_KEY, norm_record
 from .opening import Checkpoint
 from .reading import plain_copy, sha256_of
 
@@ -46,11 +46,11 @@ _NO_WARNING = (
 
 
 class NormRecorder:
-    """Checkpointable that records the norms of a model, see :func:`.identifying.norm_record`.
+    """Checkpointable that records the norms of a model, see :func:`.network_record.norm_record`.
 
     Add it to Detectron2's ``DetectionCheckpointer``:
     ``add_checkpointable("norms", NormRecorder(model))``. A file's record is read as part of the
-    :class:`.identifying.NetworkRecord`.
+    :class:`.network_record.NetworkRecord`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,7 +94,7 @@ class RunRecord:
             "address": checkpoint.address,
             "sha256": sha256_of(checkpoint.path),
         }
-        provenance = checkpoint.record.provenance
+        provenance = checkpoint.network.provenance
         if provenance is not None:  # converted by this package
             self._start_weights[PROVENANCE_KEY] = asdict(provenance)
 

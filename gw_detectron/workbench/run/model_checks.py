@@ -16,7 +16,7 @@ from ...layers.mixed_norms import MixedNorm
 from ...modeling.build import NORM_KEYS, build_checked_model, unread_keys
 from ...norms import is_synchronized, norm_spec
 from ...weights import Checkpoint, LazyCheckpoint, norm_differences, norm_mismatch
-from ...weights.identifying import PREPROCESSING, ZOO_DETECTOR, Preprocessing
+from ...weights.network_record import PREPROCESSING, ZOO_DETECTOR, Preprocessing
 from ...weights.recording import PREPROCESSING_DIFFERS, check_against_record
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d, MixedNorm)
@@ -180,8 +180,8 @@ def check_start_weights(
 
 def _known_preprocessing(start: LazyCheckpoint) -> list[Preprocessing]:
     """Return the preprocessing that weights record, or that their address tells."""
-    if start.opened and start.opened.record.preprocessing:
-        return [start.opened.record.preprocessing]
+    if start.opened and start.opened.network.preprocessing:
+        return [start.opened.network.preprocessing]
     return [
         images
         for pattern, images in _PREPROCESSING.items()
