@@ -60,6 +60,39 @@ PREPROCESSING = {
 }
 
 
+def preprocessing_errors(
+    cfg: CfgNode, expected: Preprocessing | None, what: str
+) -> list[str]:
+    """Return an error if a config has other preprocessing than weights need; None is unknown.
+
+    The error begins with ``what`` and says how to set the keys.
+    """
+    if expected is None:
+        return []
+
+    changes = []
+    if expected.input_format != cfg.INPUT.FORMAT:
+        changes.append(f"INPUT.FORMAT {expected.input_format}")
+    for key, wanted in (
+        ("PIXEL_MEAN", expected.pixel_mean),
+        ("PIXEL_STD", expected.pixel_std),
+    ):
+        # another number of values is a fault of its own
+        pairs = zip(cfg.MODEL[key], wanted, strict=False)
+        if any(abs(given - value) >= 0.05 for given, value in pairs):
+            changes.append(f'MODEL.{key} "{list(wanted)}"')
+    # the blocks of shallower ones have no 1x1 convolutions
+    is_bottleneck = cfg.MODEL.RESNETS.DEPTH >= 50
+    if is_bottleneck and expected.stride_in_1x1 != cfg.MODEL.RESNETS.STRIDE_IN_1X1:
+        changes.append(f"MODEL.RESNETS.STRIDE_IN_1X1 {expected.stride_in_1x1}")
+    if not changes:
+        return []
+    return [
+        f"{what}: these weights expect different preprocessing (channel order, mean, std or stride). Fix: set "
+        f"{', '.join(changes)}."
+    ]
+
+
 @dataclass(frozen=True)
 class Provenance:
     """Origin of converted weights: this package's version, name and SHA-256 of the source."""
