@@ -29,7 +29,7 @@ def reference_gradients(
     with torch.enable_grad(), autocast_off(dy.device.type):
         # autograd stops at these aliases: x may be a function of weight (in a layer used twice), or
         # weight of x
-        aliases = [
+        aliases: list[Any] = [
             tensor if tensor is None else tensor.view_as(tensor) for tensor in tensors
         ]
         y = reference(*aliases)

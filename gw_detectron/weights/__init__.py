@@ -28,6 +28,7 @@ from .loading import (
     load_checkpoint,
     load_model,
     norm_mismatch,
+    open_detector,
 )
 from .network_record import NetworkRecord, Preprocessing
 from .opening import (
@@ -43,7 +44,6 @@ from .recording import (
     RUN_RECORD_KEY,
     NormRecorder,
     RunRecord,
-    check_recorded_config,
     trained_classes,
 )
 
@@ -61,7 +61,6 @@ __all__ = [
     "Preprocessing",
     "RunRecord",
     "best_checkpoint",
-    "check_recorded_config",
     "convert",
     "convert_file",
     "detector_file",
@@ -71,6 +70,7 @@ __all__ = [
     "norm_differences",
     "norm_mismatch",
     "open_checkpoint",
+    "open_detector",
     "open_start_weights",
     "read_weights_file",
     "register_weights",

@@ -2,10 +2,12 @@
 
 import copy
 import logging
+import os
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
@@ -13,8 +15,10 @@ from detectron2.layers import FrozenBatchNorm2d
 from detectron2.utils.file_io import PathManager
 from torch import Size, Tensor, nn
 
+from ..config import read_config
 from ..errors import (
     ConfigError,
+    MissingFileError,
     WeightsError,
     WeightsFileError,
     summarize_names,
@@ -27,11 +31,13 @@ from .comparing import norm_differences, recorded_norms, stored_shapes
 from .network_record import NORMS_KEY
 from .opening import (
     Checkpoint,
+    config_beside,
+    detector_file,
     open_checkpoint,
     open_start_weights,
 )
 from .reading import SAVE_AGAIN, weight_problems
-from .recording import NormRecorder
+from .recording import NormRecorder, check_recorded_config
 
 log = logging.getLogger(__name__)
 
@@ -256,6 +262,49 @@ def _statistics_of_frozen_norms(model: nn.Module) -> set[str]:
         if isinstance(layer, FrozenBatchNorm2d)
         for field in ("running_mean", "running_var")
     }
+
+
+class OpenDetector(NamedTuple):
+    """The config of a detector, the path of that config, and its weights, not loaded yet."""
+
+    cfg: CfgNode
+    config_file: str
+    checkpoint: Checkpoint | None  # None if the config names no weights
+
+
+def open_detector(
+    run: str | os.PathLike[str] = "",
+    config_file: str | os.PathLike[str] = "",
+    opts: Sequence[Any] = (),
+) -> OpenDetector:
+    """Open the config and the weights of a detector, and refuse a config with other preprocessing.
+
+    Args:
+        run: a run folder, whose best or last checkpoint is opened, or a checkpoint; "" opens the
+            config's ``MODEL.WEIGHTS``.
+        config_file: config of the detector; default: the ``config.yaml`` beside the checkpoint.
+        opts: config keys to change, as key, value, ...
+    """
+    if run:
+        weights = detector_file(run)
+        opts = ("MODEL.WEIGHTS", weights, *opts)
+        config_file = config_file or _config_of(weights)
+    cfg = read_config(config_file, opts)
+    checkpoint = open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
+    if checkpoint is not None:
+        check_recorded_config(cfg, checkpoint)
+    return OpenDetector(cfg, os.fspath(config_file), checkpoint)
+
+
+def _config_of(weights: str) -> str:
+    config_file = config_beside(weights)
+    if not os.path.isfile(config_file):
+        raise MissingFileError(
+            f"RUN ('{weights}'): its config is not found: '{config_file}'. Fix: give --config-file,"
+            f" or a run folder; `gw-detectron weights describe --config {shlex.quote(weights)}` "
+            "prints the config that it was trained with."
+        )
+    return config_file
 
 
 def load_model(
