@@ -56,10 +56,7 @@ from .reading import (
 
 _WRAPPERS = ("model", "state_dict")
 # of torchvision's and timm's training scripts
-_AVERAGED = (
-    "model_ema",
-    "state_dict_ema",
-)
+_AVERAGED = ("model_ema", "state_dict_ema")
 #: of DataParallel, torch.compile and maskrcnn-benchmark
 _PREFIX = re.compile(r"((module|_orig_mod|backbone\.body)\.)*")
 #: the classifier, the norm before it (which the authors' ResNeXts have and do not use), counters
@@ -76,9 +73,8 @@ class Conversion:
     norms: dict[str, str]  # by torchvision's names of the norm layers
     positions: Positions  # the norms as config keys
     preprocessing: Preprocessing
-    provenance: Provenance | None = (
-        None  # the source file, None if not read from a file
-    )
+    #: the source file, None if not read from a file
+    provenance: Provenance | None = None
 
     def config(self, weights: str = "") -> dict[str, Any]:
         """Return the config keys that the weights at ``MODEL.WEIGHTS`` need.

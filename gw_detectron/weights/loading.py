@@ -93,8 +93,8 @@ class LoadReport:
         if not self.is_loaded:
             return "no weights were loaded: the whole model is randomly initialized"
 
-        count = sum(name in self.loaded for name in self.backbone)
-        text = f"backbone: {count}/{len(self.backbone)} tensors"
+        loaded = self.loaded.intersection(self.backbone)
+        text = f"backbone: {len(loaded)}/{len(self.backbone)} tensors"
         if self.unexpected:
             names = summarize_names(self.unexpected)
             text += f"; {len(self.unexpected)} unexpected tensors in the checkpoint ({names})"
@@ -117,8 +117,6 @@ class LoadReport:
 
     def check(self) -> None:
         """Raise :class:`WeightsError` unless the whole backbone, and the parts of a detector, were loaded."""
-        if not self.is_loaded:
-            return
         if self.missing or self.unexpected:
             lines = [f"MODEL.WEIGHTS: does not fit the model: {self}"]
             if self.missing:

@@ -26,9 +26,8 @@ class Preprocessing:
     input_format: str  # RGB or BGR, also the order of the channels below
     pixel_mean: tuple[float, ...]  # subtracted from values of 0 to 255
     pixel_std: tuple[float, ...]  # then divided by
-    stride_in_1x1: (
-        bool  # the first 1x1 convolution of a stage has the stride, not the 3x3
-    )
+    #: the first 1x1 convolution of a stage has the stride, not the 3x3
+    stride_in_1x1: bool
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> "Preprocessing":
