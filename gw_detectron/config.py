@@ -6,7 +6,6 @@ import itertools
 import operator
 import os
 import re
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -102,24 +101,6 @@ def _place(cfg: CfgNode, key: str) -> tuple[CfgNode, str]:
     return node, name
 
 
-def training_sides(cfg: CfgNode) -> tuple[float, float]:
-    """Return the shorter side, of several their median, and the longest one, to which training resizes images."""
-    return float(statistics.median(cfg.INPUT.MIN_SIZE_TRAIN)), float(
-        cfg.INPUT.MAX_SIZE_TRAIN
-    )
-
-
-def anchor_strides(cfg: CfgNode) -> list[int]:
-    """Return the strides of the feature maps with anchors."""
-    uses_rpn = "RetinaNet" not in cfg.MODEL.META_ARCHITECTURE
-    node = cfg.MODEL.RPN if uses_rpn else cfg.MODEL.RETINANET
-    strides = []
-    for name in node.IN_FEATURES:  # such as p2, res4
-        level = name[-1]
-        strides.append(2 ** int(level) if level.isdigit() else 16)
-    return strides
-
-
 def shipped_configs() -> dict[str, Path]:
     """Return the paths of all config files by their sorted names relative to the folder ``configs``."""
     package = Path(str(importlib.resources.files("gw_detectron")))
@@ -185,9 +166,7 @@ def read_config(
     """
     config_file = find_config_file(config_file)
     _check_file(config_file)
-    words = list(opts)
-    if words[:1] == ["--"]:  # which argparse keeps
-        del words[0]
+    words = [word for word in opts if word != "--"]  # which argparse keeps
     _check_flags(words)
 
     reader = _Reader(get_cfg())

@@ -17,7 +17,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.models import resnet18
 from torchvision.transforms import v2
 
-from gw_detectron.weights.identifying import TORCHVISION
+from gw_detectron.weights.network_record import TORCHVISION
 
 EPOCHS = 6
 BATCH = 128

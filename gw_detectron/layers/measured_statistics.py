@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .mixed_norms import MixedNorm
+from .moments import Moments, add_moments
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def measure_statistics(model: nn.Module) -> Iterator[None]:
                 f"{name}: mixes statistics of images. Fix: measure the BN network, then convert it."
             )
 
-    sums: dict[nn.Module, _Sums] = {}
+    sums: dict[nn.Module, Moments] = {}
     hooks = [
         layer.register_forward_pre_hook(_adding_to(sums)) for layer in layers.values()
     ]
@@ -64,34 +65,20 @@ def _is_bn(layer: nn.Module) -> bool:
     return all(getattr(layer, name, None) is not None for name in names)
 
 
-class _Sums:
-    """Sums over the positions of images: their number, x and x^2 of each channel."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.first: Any = 0.0
-        self.second: Any = 0.0
-
-    def add(self, x: Tensor) -> None:
-        columns = x.detach().double().movedim(1, 0).flatten(1)
-        self.count += columns.shape[1]
-        self.first = self.first + columns.sum(1)
-        self.second = self.second + columns.square().sum(1)
-
-
-def _adding_to(sums: dict[nn.Module, _Sums]) -> Callable[..., None]:
+def _adding_to(sums: dict[nn.Module, Moments]) -> Callable[..., None]:
     def add(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        sums.setdefault(layer, _Sums()).add(inputs[0])
+        x = inputs[0]
+        if x.numel():
+            rows = x.detach().double().movedim(1, 0).flatten(1)
+            add_moments(sums, layer, Moments.of(rows, full=False))
 
     return add
 
 
 @torch.no_grad()
-def _set_statistics(layer: Any, measured: _Sums) -> None:
-    if not measured.count:
-        return
-    mean = measured.first / measured.count
-    variance = (measured.second / measured.count - mean**2).clamp_min(0)
+def _set_statistics(layer: Any, measured: Moments) -> None:
+    mean = measured.mean
+    variance = measured.scatter / measured.count
 
     before = (layer.running_var.double() + layer.eps).sqrt()
     slope = layer.weight.double() / before

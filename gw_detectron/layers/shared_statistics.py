@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ..ops.mixed_statistics import mixed_inverse_sqrt, mixed_inverse_std
 from ..ops.numerics import autocast_off, compute_dtype, memory_format_of
 from .group_whitening import GroupWhitening2d
 from .mixed_norms import MixedBatchNorm2d, MixedNorm, MixedWhitening2d
+from .moments import Moments, add_moments
 
 _CLASSES = (
     GroupWhitening2d,
@@ -57,7 +57,7 @@ class ImageStatistics:
         self.layers: list[Any] = [
             module for module in modules if _is_per_sample_norm(module)
         ]
-        self._moments: dict[tuple[int, int], _Moments] = {}  # of a layer's call
+        self._moments: dict[tuple[int, int], Moments] = {}  # of a layer's call
         self._matrices: dict[tuple[int, int], Tensor] = {}
 
     def gather(self) -> AbstractContextManager[None]:
@@ -97,7 +97,8 @@ class ImageStatistics:
             groups = getattr(layer, "num_groups", x.shape[1])
             rows = tiles.reshape(groups, -1)  # (g, M) of all tiles
             if gather:
-                self._add(key, _Moments.of(rows, full=_has_covariance(layer)))
+                batch = Moments.of(rows, full=_has_covariance(layer))
+                add_moments(self._moments, key, batch)
             if key not in self._matrices:
                 self._matrices[key] = _whitening(layer, self._moments[key]).to(rows)
 
@@ -113,11 +114,6 @@ class ImageStatistics:
             y = rows.reshape(tiles.shape).transpose(0, 1)
             y = apply_affine(y, layer.weight, layer.bias, relu)
         return y.to(x.dtype).contiguous(memory_format=memory_format_of(x))
-
-    def _add(self, key: tuple[int, int], moments: "_Moments") -> None:
-        if key in self._moments:
-            moments = self._moments[key].merged(moments)
-        self._moments[key] = moments
 
 
 def _is_per_sample_norm(module: nn.Module) -> bool:
@@ -135,7 +131,7 @@ def _has_covariance(layer: nn.Module) -> bool:
     return isinstance(layer, GroupWhitening2d)
 
 
-def _whitening(layer: Any, moments: "_Moments") -> Tensor:
+def _whitening(layer: Any, moments: Moments) -> Tensor:
     """Return the whitening matrix (g, g) of GW and MixGW, or the diagonal (g,) of other norms."""
     sigma = moments.scatter / moments.count
     if isinstance(layer, GroupWhitening2d):
@@ -145,34 +141,3 @@ def _whitening(layer: Any, moments: "_Moments") -> Tensor:
     if isinstance(layer, MixedBatchNorm2d):
         return mixed_inverse_std(moments.mean, sigma, layer.mixture)
     return (sigma + layer.eps).rsqrt()
-
-
-@dataclass(frozen=True)
-class _Moments:
-    """Number of columns, mean (g,), and sum of squared deviations (g, g), or (g,) of its diagonal."""
-
-    count: int
-    mean: Tensor
-    scatter: Tensor
-
-    @staticmethod
-    def of(rows: Tensor, full: bool) -> "_Moments":
-        mean = rows.mean(1)
-        centered = rows - mean[:, None]
-        scatter = centered @ centered.mT if full else centered.square().sum(1)
-
-        wide = torch.float32 if rows.is_mps else torch.float64  # MPS has no float64
-        return _Moments(rows.shape[1], mean.to(wide), scatter.to(wide))
-
-    def merged(self, other: "_Moments") -> "_Moments":
-        """Return the moments of both (Chan, Golub and LeVeque, 1983)."""
-        count = self.count + other.count
-        shift = other.mean - self.mean
-        mean = self.mean + shift * (other.count / count)
-
-        spread = (
-            torch.outer(shift, shift) if self.scatter.dim() == 2 else shift.square()
-        )
-        between = spread * (self.count * other.count / count)
-        scatter = self.scatter + other.scatter + between
-        return _Moments(count, mean, scatter)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from detectron2.config import CfgNode, configurable
-from detectron2.layers import Conv2d, ShapeSpec, get_norm
+from detectron2.layers import Conv2d, get_norm
 from detectron2.modeling import META_ARCH_REGISTRY, SEM_SEG_HEADS_REGISTRY, RetinaNet
 from detectron2.modeling.meta_arch.fcos import FCOSHead
 from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
@@ -41,33 +41,24 @@ class GWRetinaNetHead(RetinaNetHead):
     All feature levels share it. Running statistics mix the levels; GW and GN have none.
     """
 
+    norm_key = "MODEL.RETINANET.NORM"
+
     @configurable
     def __init__(
         self, *, conv_dims: Sequence[int], norm: Norm = "", **kwargs: Any
     ) -> None:
-        norm = resolve_norm(norm, where="GWRetinaNetHead, norm")
+        norm = resolve_norm(norm, where=f"{type(self).__name__}, {self.norm_key}")
         norm = _for_channels(norm, conv_dims)
         super().__init__(conv_dims=conv_dims, norm=norm, **kwargs)
 
-    @classmethod
-    def from_config(cls, cfg: CfgNode, input_shape: list[ShapeSpec]) -> dict[str, Any]:
-        arguments = super().from_config(cfg, input_shape)
-        norm = resolve_norm(cfg.MODEL.RETINANET.NORM, where="MODEL.RETINANET.NORM")
-        return arguments | {"norm": norm}
 
-
-class GWFCOSHead(FCOSHead):
+class GWFCOSHead(GWRetinaNetHead, FCOSHead):
     """FCOS's head with any norm; its ReLUs are not fused.
 
     Detectron2 builds FCOS in Python or by a LazyConfig only: ``model.head._target_ = GWFCOSHead``.
     """
 
-    def __init__(
-        self, *, conv_dims: Sequence[int], norm: Norm = "", **kwargs: Any
-    ) -> None:
-        norm = resolve_norm(norm, where="GWFCOSHead, norm")
-        norm = _for_channels(norm, conv_dims)
-        super().__init__(conv_dims=conv_dims, norm=norm, **kwargs)
+    norm_key = "norm"
 
 
 @META_ARCH_REGISTRY.register()
@@ -91,18 +82,8 @@ class GWSemSegFPNHead(SemSegFPNHead):
 
     @configurable
     def __init__(self, *args: Any, norm: Norm = "", **kwargs: Any) -> None:
-        norm = resolve_norm(norm, where="GWSemSegFPNHead, norm")
+        norm = resolve_norm(norm, where="GWSemSegFPNHead, MODEL.SEM_SEG_HEAD.NORM")
         super().__init__(*args, norm=norm, **kwargs)
         for layer in itertools.chain(*self.scale_heads):
             if isinstance(layer, Conv2d):
                 append_fusible_relu(layer)
-
-    @classmethod
-    def from_config(
-        cls, cfg: CfgNode, input_shape: dict[str, ShapeSpec]
-    ) -> dict[str, Any]:
-        arguments = super().from_config(cfg, input_shape)
-        norm = resolve_norm(
-            cfg.MODEL.SEM_SEG_HEAD.NORM, where="MODEL.SEM_SEG_HEAD.NORM"
-        )
-        return arguments | {"norm": norm}

@@ -30,7 +30,7 @@ class GWFPN(FPN):
         conv: str = "",
         **kwargs: Any,
     ) -> None:
-        norm = resolve_norm(norm, where="GWFPN, norm")
+        norm = resolve_norm(norm, where="GWFPN, MODEL.FPN.NORM")
         super().__init__(bottom_up, in_features, out_channels, norm, **kwargs)
         convert_convs(self, conv, "fpn_*", where="MODEL.FPN.CONV")
 
@@ -57,7 +57,7 @@ def _fpn(cfg: CfgNode, bottom_up: nn.Module, top_block: nn.Module) -> FPN:
         bottom_up,
         options.IN_FEATURES,
         options.OUT_CHANNELS,
-        resolve_norm(options.NORM, where="MODEL.FPN.NORM"),
+        options.NORM,
         conv=options.CONV,
         top_block=top_block,
         fuse_type=options.FUSE_TYPE,

@@ -34,7 +34,8 @@ class _AnyNorm(nn.Module):
     def __init__(
         self, *args: Any, conv_norm: Norm = "", conv: str = "", **kwargs: Any
     ) -> None:
-        conv_norm = resolve_norm(conv_norm, where=f"{type(self).__name__}, conv_norm")
+        where = f"{type(self).__name__}, MODEL.{self.node}.NORM"
+        conv_norm = resolve_norm(conv_norm, where=where)
         super().__init__(*args, conv_norm=conv_norm, **kwargs)
         for layer in self.conv_norm_relus:
             append_fusible_relu(layer)
@@ -42,13 +43,9 @@ class _AnyNorm(nn.Module):
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
-        head = cfg.MODEL[cls.node]
-        norm = resolve_norm(head.NORM, where=f"MODEL.{cls.node}.NORM")
         stock: Any = super()
-        return stock.from_config(cfg, input_shape) | {
-            "conv_norm": norm,
-            "conv": head.CONV,
-        }
+        arguments = stock.from_config(cfg, input_shape)
+        return arguments | {"conv": cfg.MODEL[cls.node].CONV}
 
 
 @ROI_BOX_HEAD_REGISTRY.register()

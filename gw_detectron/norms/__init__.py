@@ -10,6 +10,7 @@ from .conversion import (
 from .listing import (
     can_start_from,
     evaluation_spec,
+    is_same_norm,
     is_synchronized,
     norm_rows,
     norm_summary,
@@ -19,11 +20,12 @@ from .names import (
     DETECTRON2_NORMS,
     Norm,
     build_norm,
+    full_name,
     norm_options,
     norm_spec,
     resolve_norm,
 )
-from .positions import POSITIONS, norms_at, whitened_convs
+from .positions import POSITIONS, check_positions, norms_at, whitened_convs
 
 __all__ = [
     "CONVS",
@@ -32,10 +34,13 @@ __all__ = [
     "Norm",
     "build_norm",
     "can_start_from",
+    "check_positions",
     "conv_names",
     "convert_convs",
     "convert_norms",
     "evaluation_spec",
+    "full_name",
+    "is_same_norm",
     "is_synchronized",
     "mix_statistics",
     "norm_options",

@@ -1,5 +1,6 @@
-"""List the norm layers of a model."""
+"""List the norm layers of a model, and compare norm names."""
 
+import re
 from collections import Counter
 from typing import NamedTuple
 
@@ -121,6 +122,14 @@ def evaluation_spec(spec: str) -> str:
         if not text.startswith(("momentum=", "sync="))
     ]
     return f"{name}:{','.join(kept)}"
+
+
+def is_same_norm(first: str, second: str, *, with_eps: bool = True) -> bool:
+    """Return whether two full norm names compute the same in evaluation."""
+    names = {evaluation_spec(first), evaluation_spec(second)}
+    if not with_eps:
+        names = {re.sub(r"\beps=[^,]*", "", name) for name in names}
+    return len(names) == 1
 
 
 def can_start_from(spec: str, before: str) -> bool:

@@ -22,6 +22,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import NormError, first_line, similar_names
@@ -305,6 +306,19 @@ def norm_spec(layer: nn.Module) -> str | None:
         if is_read and value != _IMPLIED.get(key):
             shown.append(f"{key}={_text(value)}")
     return f"{name}:{','.join(shown)}"
+
+
+@functools.cache
+def full_name(spec: str, channels: int) -> str:
+    """Return the norm name with all options of a layer, of frozen norms the norm's.
+
+    The channels may cap the groups.
+    """
+    with torch.device("meta"):
+        layer = build_norm(spec.removeprefix("Frozen"), channels)
+    if layer is None:
+        raise NormError("norm (''): names no norm. Fix: give a norm name such as GW.")
+    return norm_spec(layer) or spec
 
 
 def _name_of(layer: nn.Module) -> str | None:

@@ -43,6 +43,20 @@ _CONV_BEFORE = {
 }
 
 
+def check_positions(
+    positions: str, *, bottleneck: bool = True, where: str = "positions"
+) -> None:
+    """Raise ConfigError unless a network has these positions; arguments as for :func:`whitened_convs`."""
+    if positions not in POSITIONS:
+        raise ConfigError(
+            f"{where} ({positions!r}): unknown positions. Fix: use one of {list(POSITIONS)}."
+        )
+    if positions == "S1-B3" and not bottleneck:
+        raise ConfigError(
+            f"{where} ({positions!r}): blocks of ResNet-18 and -34 have only two norms. Fix: use e.g. 'S1-B2'."
+        )
+
+
 def whitened_convs(
     positions: str, *, bottleneck: bool = True, where: str = "positions"
 ) -> tuple[str, ...]:
@@ -53,14 +67,7 @@ def whitened_convs(
         bottleneck: False for the two-convolution blocks of ResNet-18 and -34, which have no third norm.
         where: the place that an error message names.
     """
-    if positions not in POSITIONS:
-        raise ConfigError(
-            f"{where} ({positions!r}): unknown positions. Fix: use one of {list(POSITIONS)}."
-        )
-    if positions == "S1-B3" and not bottleneck:
-        raise ConfigError(
-            f"{where} ({positions!r}): blocks of ResNet-18 and -34 have only two norms. Fix: use e.g. 'S1-B2'."
-        )
+    check_positions(positions, bottleneck=bottleneck, where=where)
     outside = {"stem"} if bottleneck else {"stem", "conv3"}
     return tuple(place for place in _PLACES[positions] if place not in outside)
 
@@ -79,8 +86,7 @@ def norms_at(
             f"{where} ({positions!r}): the model has no norms named as in a ResNet of Detectron2, torchvision, timm or "
             "transformers, such as stem.conv1.norm and res2.0.conv2.norm. Fix: give patterns of module names."
         )
-    # refuses others
-    whitened_convs(positions, bottleneck="conv3" in roles.values(), where=where)
+    check_positions(positions, bottleneck="conv3" in roles.values(), where=where)
     return [name for name, role in roles.items() if role in _PLACES[positions]]
 
 

@@ -26,6 +26,7 @@ from .mixed_statistics import (
     mixed_inverse_sqrt,
 )
 from .numerics import autocast_off, memory_format_of
+from .reference_gradients import needed_gradients, reference_gradients
 from .torch_private import is_batched, is_dispatched, needs_plain_operations
 
 
@@ -71,19 +72,22 @@ class MixWhiten(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, running_mean, running_var, *statistics = ctx.saved_tensors
         norm = FixedNorm(weight, bias, running_mean, running_var, ctx.eps)
-        with autocast_off(x.device.type):
-            # create_graph=True, or vmap over dy
-            if torch.is_grad_enabled() or is_batched(dy):
-                needed = ctx.needs_input_grad[:3]
-                results = _differentiable_gradients(dy, x, norm, needed, *ctx.options)
-            else:
-                results = _gradients(dy, x, norm, *statistics, *ctx.options)
+        tensors = x, weight, bias
+        needed = ctx.needs_input_grad[:3]
 
-        gradients: list[Tensor | None] = [None] * 9
-        for i, tensor in enumerate((x, weight, bias)):
-            if ctx.needs_input_grad[i]:
-                gradients[i] = results[i].to(tensor.dtype)
-        return tuple(gradients)
+        # create_graph=True, or vmap over dy
+        if torch.is_grad_enabled() or is_batched(dy):
+
+            def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+                parameters = norm._replace(weight=weight, bias=bias)
+                return mix_whiten_reference(x, parameters, *ctx.options)
+
+            gradients = reference_gradients(reference, tensors, needed, dy)
+        else:
+            with autocast_off(x.device.type):
+                results = _gradients(dy, x, norm, *statistics, *ctx.options)
+            gradients = needed_gradients(results, tensors, needed)
+        return *gradients, None, None, None, None, None, None
 
 
 def _statistics(
@@ -151,18 +155,3 @@ def _gradients(
     dx = du * norm.scale(du)
     dx = dx.contiguous(memory_format=memory_format)
     return dx, dweight.mT.flatten(), dbias.mT.flatten()
-
-
-def _differentiable_gradients(
-    dy: Tensor, x: Tensor, norm: FixedNorm, needed: tuple[bool, ...], *options: Any
-) -> tuple[Any, ...]:
-    """Return the gradients of x, weight and bias by autograd through the reference; None where not needed."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # aliases, at which autograd stops: x may be a function of weight
-        tensors = [tensor.view_as(tensor) for tensor in (x, norm.weight, norm.bias)]
-        x, weight, bias = tensors
-        y = mix_whiten_reference(x, norm._replace(weight=weight, bias=bias), *options)
-        wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
-        results = iter(torch.autograd.grad(y, wanted, dy, create_graph=create_graph))
-    return tuple(next(results) if need else None for need in needed)

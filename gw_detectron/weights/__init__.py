@@ -3,7 +3,8 @@
 The files of this room, in the order of their story:
 
 - ``reading``: read a weight file without running its code.
-- ``identifying``: find the network of its tensors, by its record and by the tensors.
+- ``network_record``: what a file records about its network.
+- ``inferring``: infer a ResNet and its norms from tensors.
 - ``converting``: rename ImageNet weights from torchvision to Detectron2, and check each tensor.
 - ``fetching``: turn an address into a file, also ``gw://``, which is downloaded and converted.
 - ``opening``: open a checkpoint: a file, an address, or the last one of a run folder.
@@ -20,14 +21,16 @@ NetworkRecord then has, and how the run was made.
 from .comparing import norm_differences
 from .converting import Conversion, convert, convert_file, load_weights
 from .fetching import CATALOG, register_weights
-from .identifying import Architecture, NetworkRecord, Preprocessing, to_torchvision
+from .inferring import Architecture, to_torchvision
 from .loading import (
     GWDetectionCheckpointer,
     LoadReport,
     load_checkpoint,
     load_model,
     norm_mismatch,
+    open_detector,
 )
+from .network_record import NetworkRecord, Preprocessing
 from .opening import (
     Checkpoint,
     LazyCheckpoint,
@@ -41,7 +44,6 @@ from .recording import (
     RUN_RECORD_KEY,
     NormRecorder,
     RunRecord,
-    check_recorded_config,
     trained_classes,
 )
 
@@ -59,7 +61,6 @@ __all__ = [
     "Preprocessing",
     "RunRecord",
     "best_checkpoint",
-    "check_recorded_config",
     "convert",
     "convert_file",
     "detector_file",
@@ -69,6 +70,7 @@ __all__ = [
     "norm_differences",
     "norm_mismatch",
     "open_checkpoint",
+    "open_detector",
     "open_start_weights",
     "read_weights_file",
     "register_weights",

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from detectron2.checkpoint.c2_model_loading import convert_c2_detectron_names
 from torch import Size, Tensor, nn
 
-from ..norms import CONVS, can_start_from, norm_rows
-from .identifying import is_same_norm, norm_record
+from ..norms import CONVS, can_start_from, is_same_norm, norm_rows
+from .network_record import norm_record
 from .opening import Checkpoint
 
 _MEAN = ".running_mean"
@@ -25,11 +25,11 @@ def norm_differences(
     may be changed. Without a record, names of tensors tell BN and GN from others. A model with MixGW or
     MixBN may start from BN, unless it is to be ``resumed``.
     """
-    if checkpoint.record.norms is None:
+    if checkpoint.network.norms is None:
         return _differences_by_names(checkpoint.tensors, model)
 
     used = norm_record(model)
-    is_converted = checkpoint.record.provenance is not None
+    is_converted = checkpoint.network.provenance is not None
     differences = []
     for name, before in recorded_norms(checkpoint, model).items():
         here = used.get(name, "")
@@ -54,7 +54,7 @@ def recorded_norms(checkpoint: Checkpoint, model: nn.Module) -> dict[str, str]:
 
     Names are the model's.
     """
-    norms = checkpoint.record.norms or {}
+    norms = checkpoint.network.norms or {}
     # loading strips the prefix of parallel models
     recorded = {name.removeprefix("module."): spec for name, spec in norms.items()}
     stored = {

@@ -27,21 +27,23 @@ from ..errors import (
 )
 from ..installation import TOOL
 from ..norms import CONVS
-from .identifying import (
-    PREPROCESSING,
-    TORCHVISION,
+from .inferring import (
     Architecture,
-    NetworkRecord,
     Positions,
-    Preprocessing,
-    Provenance,
     build_torchvision,
     detectron2_name,
     infer_architecture,
     infer_norms,
     positions_of,
-    read_network_record,
     to_torchvision,
+)
+from .network_record import (
+    PREPROCESSING,
+    TORCHVISION,
+    NetworkRecord,
+    Preprocessing,
+    Provenance,
+    read_network_record,
 )
 from .reading import (
     RECORD_KEY,
@@ -54,10 +56,7 @@ from .reading import (
 
 _WRAPPERS = ("model", "state_dict")
 # of torchvision's and timm's training scripts
-_AVERAGED = (
-    "model_ema",
-    "state_dict_ema",
-)
+_AVERAGED = ("model_ema", "state_dict_ema")
 #: of DataParallel, torch.compile and maskrcnn-benchmark
 _PREFIX = re.compile(r"((module|_orig_mod|backbone\.body)\.)*")
 #: the classifier, the norm before it (which the authors' ResNeXts have and do not use), counters
@@ -74,9 +73,8 @@ class Conversion:
     norms: dict[str, str]  # by torchvision's names of the norm layers
     positions: Positions  # the norms as config keys
     preprocessing: Preprocessing
-    provenance: Provenance | None = (
-        None  # the source file, None if not read from a file
-    )
+    #: the source file, None if not read from a file
+    provenance: Provenance | None = None
 
     def config(self, weights: str = "") -> dict[str, Any]:
         """Return the config keys that the weights at ``MODEL.WEIGHTS`` need.
@@ -193,7 +191,7 @@ def load_weights(
     Args:
         path: a source or target of :func:`convert_file`.
         norm: see :func:`convert`.
-        preprocessing: a name in :data:`.identifying.PREPROCESSING`; None if recorded, or if the
+        preprocessing: a name in :data:`.network_record.PREPROCESSING`; None if recorded, or if the
             source has torchvision's names and statistics, which imply torchvision's preprocessing.
 
     Raises:

@@ -9,7 +9,7 @@ import yaml
 from torch import Tensor
 
 from ..errors import ConfigError, printable
-from .identifying import NORMS_KEY, PREPROCESSING_KEY, PROVENANCE_KEY
+from .network_record import NORMS_KEY, PREPROCESSING_KEY, PROVENANCE_KEY
 from .reading import plain_copy, read_weights_file
 from .recording import RUN_RECORD_KEY
 

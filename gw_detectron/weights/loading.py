@@ -2,9 +2,12 @@
 
 import copy
 import logging
+import os
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
@@ -12,16 +15,29 @@ from detectron2.layers import FrozenBatchNorm2d
 from detectron2.utils.file_io import PathManager
 from torch import Size, Tensor, nn
 
-from ..errors import ConfigError, WeightsError, WeightsFileError, summarize_names
+from ..config import read_config
+from ..errors import (
+    ConfigError,
+    MissingFileError,
+    WeightsError,
+    WeightsFileError,
+    summarize_names,
+)
 from ..layers.mixed_norms import MixedNorm
 from ..modeling import build_checked_model
 from ..modeling.build import NORM_KEYS
 from ..norms import conv_names, mix_statistics, norm_rows
 from .comparing import norm_differences, recorded_norms, stored_shapes
-from .identifying import NORMS_KEY
-from .opening import Checkpoint, open_checkpoint, open_start_weights
+from .network_record import NORMS_KEY
+from .opening import (
+    Checkpoint,
+    config_beside,
+    detector_file,
+    open_checkpoint,
+    open_start_weights,
+)
 from .reading import SAVE_AGAIN, weight_problems
-from .recording import NormRecorder
+from .recording import NormRecorder, check_recorded_config
 
 log = logging.getLogger(__name__)
 
@@ -36,125 +52,77 @@ _NO_STATISTICS = "MixGW and MixBN need BN's running statistics, which these weig
 _GIVE_STATISTICS = "give weights with statistics, such as detectron2://ImageNetPretrained/torchvision/R-50.pkl."
 
 
+@dataclass
 class LoadReport:
     """Report of the loaded and the missing tensors of a detector.
 
     ``str(report)`` is one line:
     ``backbone: 231/231 tensors; FPN and heads are randomly initialized, as expected``.
 
-    Args:
-        model: the detector, or a bare backbone.
-        given: the tensor names of the checkpoint with the model's shapes, under the model's names
-            where these are known; None if no checkpoint was loaded.
-        stored: the shapes of all tensors of the checkpoint, under the same names.
-        is_fused: BN's statistics are multiplied into its scale, as in Caffe2's files.
-
     Attributes:
-        missing: backbone tensors that were not loaded; res5 of a C4 detector's head counts as
-            backbone.
+        backbone: the tensors of the model's ResNet; res5 of a C4 detector's head is part of it.
+        heads: all other tensors: of FPN and heads, and the offsets of deformable convolutions.
+        is_loaded: False if no checkpoint was loaded.
+        loaded: the tensors that the checkpoint has in the model's shapes.
+        missing: tensors of the backbone that were not loaded.
         unexpected: backbone tensors of the checkpoint that the model does not have.
-        new: other tensors that were not loaded, e.g. of FPN and heads, and the offsets of
-            deformable convolutions.
-        unfit: tensors of FPN and heads that only one side has, or with other shapes, though both
-            have this part. Output layers may have another number of outputs, as for other classes.
+        new: tensors of the heads that were not loaded.
+        resized: layers of the heads with another number of outputs, as for other classes, and a text.
+        unfit: other tensors of FPN and heads that only one side has, or with other shapes, though
+            both have this part.
+        unused: parts of the checkpoint that the model does not have, next to others that it has.
+        frozen: number of FrozenBN layers whose statistics the checkpoint has multiplied into the
+            scale, as in Caffe2's files.
+        fix: what to do if the backbone is not complete.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        given: Collection[str] | None = None,
-        stored: Mapping[str, Size] | None = None,
-        *,
-        is_fused: bool = False,
-    ) -> None:
-        prefixes = _resnet_prefixes(model)
-        names = [name for name in model.state_dict() if not name.endswith(_COUNTER)]
-        backbone = [
-            name for name in names if name.startswith(prefixes) and _OFFSETS not in name
-        ]
-        others = [name for name in names if name not in {*backbone}]
-        self._is_loaded = given is not None
-        self._given = set(given or ())
-        self._backbone = backbone
-        self._others = others
-
-        mixed = any(isinstance(layer, MixedNorm) for layer in model.modules())
-        self._lacks_statistics = is_fused and mixed
-        self._fused = _statistics_of_frozen_norms(model) if is_fused else set()
-        self.missing = [
-            name for name in backbone if name not in self._given | self._fused
-        ]
-        self.new = [name for name in others if name not in self._given]
-        unused = (_COUNTER, "stem.conv1.bias") if is_fused else _COUNTER
-        self.unexpected = sorted(
-            name
-            for name in self._given.difference(names)
-            if _BACKBONE_NAME.match(name) and not name.endswith(unused)
-        )
-        self._resized: dict[str, str] = {}
-        self.unfit: list[str] = []
-        self._compare_parts(model, stored or {})
-
-    def _compare_parts(self, model: nn.Module, stored: Mapping[str, Size]) -> None:
-        """Compare the parts outside of the ResNet that the checkpoint and the model both have."""
-        shapes = {name: value.shape for name, value in model.state_dict().items()}
-        theirs = [
-            name
-            for name in stored
-            if name not in self._backbone
-            and not _BACKBONE_NAME.match(name)
-            and not name.endswith(_COUNTER)
-            and _ANCHORS not in name
-        ]
-        stored_parts = {_part(name) for name in theirs}
-        parts = stored_parts.intersection(map(_part, self._others))
-        self._unused = sorted(stored_parts - parts) if parts else []
-
-        loaded = self._given.intersection(shapes)
-        for name in dict.fromkeys((*self.new, *theirs)):
-            if _part(name) not in parts or name in loaded:
-                continue
-            here, there = shapes.get(name), stored.get(name)
-            if here and there and here[1:] == there[1:]:
-                layer, _, _ = name.rpartition(".")
-                self._resized[layer] = f"{layer} {there[0]} -> {here[0]}"
-            else:
-                self.unfit.append(f"{name} {_shape_text(there)} -> {_shape_text(here)}")
+    backbone: list[str]
+    heads: list[str]
+    is_loaded: bool = False
+    loaded: set[str] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+    resized: dict[str, str] = field(default_factory=dict)
+    unfit: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    frozen: int = 0
+    fix: str = ""
 
     def __str__(self) -> str:
-        if not self._is_loaded:
+        if not self.is_loaded:
             return "no weights were loaded: the whole model is randomly initialized"
 
-        loaded = len(self._given.intersection(self._backbone))
-        text = f"backbone: {loaded}/{len(self._backbone)} tensors"
+        loaded = self.loaded.intersection(self.backbone)
+        text = f"backbone: {len(loaded)}/{len(self.backbone)} tensors"
         if self.unexpected:
             names = summarize_names(self.unexpected)
             text += f"; {len(self.unexpected)} unexpected tensors in the checkpoint ({names})"
-        if self._fused:
-            text += f"; {len(self._fused) // 2} FrozenBN without statistics, as in Caffe2 weights"
+        if self.frozen:
+            text += f"; {self.frozen} FrozenBN without statistics, as in Caffe2 weights"
 
-        count = len(self._others)
+        count = len(self.heads)
         if self.new and len(self.new) == count:
             return f"{text}; FPN and heads are randomly initialized, as expected"
         if count:
             text += f"; FPN and heads: {count - len(self.new)}/{count}"
-        if self._resized:
-            text += f"; new outputs: {summarize_names(self._resized.values(), 8)}"
-        absent = [
-            name for name in self.new if name.rpartition(".")[0] not in self._resized
-        ]
+        if self.resized:
+            text += f"; new outputs: {summarize_names(self.resized.values(), 8)}"
+        absent = [name for name in self.new if _layer(name) not in self.resized]
         if absent:
             text += f"; new: {summarize_names(absent)}"
-        if self._unused:
-            text += f"; not in the model: {summarize_names(self._unused)}"
+        if self.unused:
+            text += f"; not in the model: {summarize_names(self.unused)}"
         return text
 
     def check(self) -> None:
         """Raise :class:`WeightsError` unless the whole backbone, and the parts of a detector, were loaded."""
-        if not self._is_loaded:
-            return
         if self.missing or self.unexpected:
-            self._raise_for_backbone()
+            lines = [f"MODEL.WEIGHTS: does not fit the model: {self}"]
+            if self.missing:
+                lines.append(f"Missing: {summarize_names(self.missing)}.")
+            lines.append(self.fix)
+            raise WeightsError("\n  ".join(lines))
         if self.unfit:
             raise WeightsError(
                 "MODEL.WEIGHTS: another detector than the model: tensors (file -> model) "
@@ -163,23 +131,104 @@ class LoadReport:
                 "backbone. train and eval accept random values with --allow-partial."
             )
 
-    def _raise_for_backbone(self) -> None:
-        lines = [f"MODEL.WEIGHTS: does not fit the model: {self}"]
-        if self.missing:
-            lines.append(f"Missing: {summarize_names(self.missing)}.")
-        if self._lacks_statistics:
-            lines.append(f"{_NO_STATISTICS} Fix: {_GIVE_STATISTICS}")
-        elif any(map(_TORCHVISION_NAME.fullmatch, self._given)):
-            lines.append(
-                "It has torchvision's names. Fix: gw-detectron weights convert."
-            )
+
+def _empty_report(model: nn.Module) -> LoadReport:
+    """Return the report of a model whose values are all random."""
+    prefixes = _resnet_prefixes(model)
+    names = [name for name in model.state_dict() if not name.endswith(_COUNTER)]
+    backbone = [
+        name for name in names if name.startswith(prefixes) and _OFFSETS not in name
+    ]
+    heads = [name for name in names if name not in backbone]
+    return LoadReport(backbone, heads, missing=backbone, new=heads)
+
+
+def _compare(
+    model: nn.Module,
+    given: Collection[str],
+    stored: Mapping[str, Size],
+    *,
+    is_fused: bool,
+) -> LoadReport:
+    """Compare the tensors of a checkpoint with a model's.
+
+    Args:
+        model: the detector, or a bare backbone, before the tensors are loaded.
+        given: names of the tensors with the model's shapes, and of those that the model does not
+            have, under the model's names where these are known.
+        stored: the shapes of all tensors of the checkpoint, under the same names.
+        is_fused: BN's statistics are multiplied into its scale, as in Caffe2's files.
+    """
+    report = _empty_report(model)
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    report.is_loaded = True
+    report.loaded = shapes.keys() & given
+    report.new = [name for name in report.heads if name not in given]
+
+    statistics = _statistics_of_frozen_norms(model) if is_fused else set()
+    report.frozen = len(statistics) // 2
+    present = report.loaded | statistics
+    report.missing = [name for name in report.backbone if name not in present]
+    unused = (_COUNTER, "stem.conv1.bias") if is_fused else _COUNTER
+    report.unexpected = sorted(
+        name
+        for name in given
+        if name not in shapes
+        and _BACKBONE_NAME.match(name)
+        and not name.endswith(unused)
+    )
+    report.fix = _fix_of_backbone(model, given, is_fused=is_fused)
+    _compare_heads(report, shapes, stored)
+    return report
+
+
+def _fix_of_backbone(
+    model: nn.Module, given: Collection[str], *, is_fused: bool
+) -> str:
+    is_mixed = any(isinstance(layer, MixedNorm) for layer in model.modules())
+    if is_fused and is_mixed:
+        return f"{_NO_STATISTICS} Fix: {_GIVE_STATISTICS}"
+    if any(map(_TORCHVISION_NAME.fullmatch, given)):
+        return "It has torchvision's names. Fix: gw-detectron weights convert."
+    return (
+        "Fix: set MODEL.RESNETS (DEPTH, NUM_GROUPS, WIDTH_PER_GROUP, NORM, "
+        "WHITEN_POSITIONS) as the weights need it, or give other weights. train and eval "
+        "accept random values with --allow-partial."
+    )
+
+
+def _compare_heads(
+    report: LoadReport, ours: Mapping[str, Size], stored: Mapping[str, Size]
+) -> None:
+    """Compare FPN and heads: the parts that the checkpoint and the model both have."""
+    theirs = [
+        name
+        for name in stored
+        if name not in report.backbone
+        and not _BACKBONE_NAME.match(name)
+        and not name.endswith(_COUNTER)
+        and _ANCHORS not in name
+    ]
+    their_parts = {_part(name) for name in theirs}
+    common = their_parts.intersection(map(_part, report.heads))
+    if not common:  # weights of a backbone
+        return
+
+    report.unused = sorted(their_parts - common)
+    for name in dict.fromkeys((*report.new, *theirs)):
+        if _part(name) not in common or name in report.loaded:
+            continue
+        here, there = ours.get(name), stored.get(name)
+        if here and there and here[1:] == there[1:]:
+            layer = _layer(name)
+            report.resized[layer] = f"{layer} {there[0]} -> {here[0]}"
         else:
-            lines.append(
-                "Fix: set MODEL.RESNETS (DEPTH, NUM_GROUPS, WIDTH_PER_GROUP, NORM, "
-                "WHITEN_POSITIONS) as the weights need it, or give other weights. train and eval "
-                "accept random values with --allow-partial."
-            )
-        raise WeightsError("\n  ".join(lines))
+            report.unfit.append(f"{name} {_shape_text(there)} -> {_shape_text(here)}")
+
+
+def _layer(name: str) -> str:
+    """Return the layer of a tensor."""
+    return name.rpartition(".")[0]
 
 
 def _part(name: str) -> str:
@@ -211,6 +260,49 @@ def _statistics_of_frozen_norms(model: nn.Module) -> set[str]:
         if isinstance(layer, FrozenBatchNorm2d)
         for field in ("running_mean", "running_var")
     }
+
+
+class OpenDetector(NamedTuple):
+    """The config of a detector, the path of that config, and its weights, not loaded yet."""
+
+    cfg: CfgNode
+    config_file: str
+    checkpoint: Checkpoint | None  # None if the config names no weights
+
+
+def open_detector(
+    run: str | os.PathLike[str] = "",
+    config_file: str | os.PathLike[str] = "",
+    opts: Sequence[Any] = (),
+) -> OpenDetector:
+    """Open the config and the weights of a detector, and refuse a config with other preprocessing.
+
+    Args:
+        run: a run folder, whose best or last checkpoint is opened, or a checkpoint; "" opens the
+            config's ``MODEL.WEIGHTS``.
+        config_file: config of the detector; default: the ``config.yaml`` beside the checkpoint.
+        opts: config keys to change, as key, value, ...
+    """
+    if run:
+        weights = detector_file(run)
+        opts = ("MODEL.WEIGHTS", weights, *opts)
+        config_file = config_file or _config_of(weights)
+    cfg = read_config(config_file, opts)
+    checkpoint = open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
+    if checkpoint is not None:
+        check_recorded_config(cfg, checkpoint)
+    return OpenDetector(cfg, os.fspath(config_file), checkpoint)
+
+
+def _config_of(weights: str) -> str:
+    config_file = config_beside(weights)
+    if not os.path.isfile(config_file):
+        raise MissingFileError(
+            f"RUN ('{weights}'): its config is not found: '{config_file}'. Fix: give --config-file,"
+            f" or a run folder; `gw-detectron weights describe --config {shlex.quote(weights)}` "
+            "prints the config that it was trained with."
+        )
+    return config_file
 
 
 def load_model(
@@ -300,7 +392,7 @@ def load_checkpoint(
     )
     model = checkpointer.model
     if checkpoint is None:
-        return LoadReport(model)
+        return _empty_report(model)
 
     if not checkpoint.tensors:  # of which Detectron2 could match no name
         raise WeightsFileError(
@@ -316,27 +408,28 @@ def load_checkpoint(
     log.info("Loading weights from %s", checkpoint.path)
     is_caffe2 = checkpoint.metadata.get("__author__") == "Caffe2"
     stored = stored_shapes(checkpoint, model)
-    given: set[str] = set()
     floating = [
         name for name, value in model.state_dict().items() if value.is_floating_point()
     ]
+    report = _empty_report(model)
 
     def check(module: nn.Module, state_dict: Mapping[str, Tensor], *_: Any) -> None:
-        given.update(state_dict)
+        nonlocal report
         _check_values(state_dict, floating, checkpoint.address)
+        report = _compare(module, state_dict, stored, is_fused=is_caffe2)
         if not allow_partial:
-            LoadReport(module, given, stored, is_fused=is_caffe2).check()
+            report.check()
 
-    # FrozenBatchNorm2d adds missing statistics while it loads, so the names are taken before
+    # FrozenBatchNorm2d adds missing statistics while it loads, so the names are compared before
     with model.register_load_state_dict_pre_hook(check):
         # Private methods of DetectionCheckpointer and fvcore's Checkpointer: the part of load()
         # after reading the file.
         content = {**checkpoint.metadata, "model": copy.copy(checkpoint.tensors)}
         incompatible = checkpointer._load_model(content)
         checkpointer._log_incompatible_keys(incompatible)
-    _warn_of_unknown_norms(checkpoint, model, given)
+    _warn_of_unknown_norms(checkpoint, model, report.loaded)
     _warn_of_missing_statistics(checkpoint, model)
-    return LoadReport(model, given, stored, is_fused=is_caffe2)
+    return report
 
 
 def norm_mismatch(address: str, differences: Sequence[str]) -> WeightsError:
@@ -366,7 +459,7 @@ def _check_values(
 
 
 def _warn_of_unknown_norms(
-    checkpoint: Checkpoint, model: nn.Module, given: Collection[str]
+    checkpoint: Checkpoint, model: nn.Module, loaded: Collection[str]
 ) -> None:
     """Warn of loaded layers whose norm the checkpoint neither records nor shows."""
     recorded = recorded_norms(checkpoint, model)
@@ -378,7 +471,7 @@ def _warn_of_unknown_norms(
     unclear = [
         layer
         for layer in layers
-        if f"{layer}.weight" in given and not recorded.get(layer)
+        if f"{layer}.weight" in loaded and not recorded.get(layer)
     ]
     if unclear:
         log.warning(
@@ -448,14 +541,18 @@ class GWDetectionCheckpointer(DetectionCheckpointer):
             return super().load(path)
 
         checkpoint = open_checkpoint(path, "checkpoint")
-        names = [*self.checkpointables] if checkpointables is None else checkpointables
+        names = self.checkpointables if checkpointables is None else checkpointables
         report = load_checkpoint(self, checkpoint, allow_partial=self.allow_partial)
-        for name in names:
-            if name in checkpoint.metadata:
-                self.checkpointables[name].load_state_dict(checkpoint.metadata[name])
+        self.restore(checkpoint.metadata, names)
         log.info("%s", report)
         return {
             name: value
             for name, value in checkpoint.metadata.items()
             if name not in names
         }
+
+    def restore(self, states: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Load those of the named training states that a checkpoint contains."""
+        for name in names:
+            if name in states:
+                self.checkpointables[name].load_state_dict(states[name])

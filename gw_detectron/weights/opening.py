@@ -1,13 +1,12 @@
 """Open a checkpoint once, safely: from a file, an address, or the folder of a run."""
 
-import glob
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
 from ..errors import (
@@ -18,14 +17,15 @@ from ..errors import (
     WeightsFileError,
 )
 from .fetching import local_path
-from .identifying import ZOO_DETECTOR, NetworkRecord, read_network_record
+from .network_record import ZOO_DETECTOR, NetworkRecord, read_network_record
 from .reading import FileContent, named_tensors, read_weights_file
 
 #: names of tensors in the heads of detectors, of Detectron2 and Detectron
 _HEAD = re.compile(
     r"(module\.)?(proposal_generator|roi_heads|head\.(cls|bbox)_\w+)\.|cls_score_w|retnet_cls"
 )
-_TAG = "last_checkpoint"  # of Detectron2: the file that names the newest checkpoint
+# of Detectron2: the file that names the newest checkpoint, and the last one of a run
+_TAG, _FINAL = "last_checkpoint", "model_final.pth"
 BEST_CHECKPOINT = "model_best.pth"  # which TEST.BEST keeps
 
 
@@ -38,7 +38,7 @@ class Checkpoint:
     tensors: dict[str, Tensor] = field(repr=False)
     #: everything else, e.g. ``__author__`` and the training state
     metadata: dict[str, Any] = field(repr=False)
-    record: NetworkRecord = field(default_factory=NetworkRecord, repr=False)
+    network: NetworkRecord = field(default_factory=NetworkRecord, repr=False)
 
 
 @dataclass
@@ -77,30 +77,33 @@ class LazyCheckpoint:
 
 
 def last_checkpoint(folder: str) -> str:
-    """Return the path of the checkpoint that ``last_checkpoint`` in a run folder names.
+    """Return the path of the checkpoint that ``--resume`` continues from; "" if there is none.
 
-    Without this file it is ``model_final.pth``, as a run without a stop ends with it, or the checkpoint before
-    whose tag the run was killed.
+    The file ``last_checkpoint`` names it. A run that was killed before it wrote this file continues from its newest
+    checkpoint.
     """
-    tag = os.path.join(folder, _TAG)
-    if not PathManager.exists(tag):
-        return _untagged(folder) or os.path.join(folder, "model_final.pth")
-
-    with PathManager.open(tag, "r", errors="replace") as file:
-        return os.path.join(folder, file.read().strip())
-
-
-def _untagged(folder: str) -> str:
-    """Return the newest checkpoint of a run that was killed before it wrote its first tag; "" for none."""
-    final = os.path.join(folder, "model_final.pth")
-    numbered = glob.glob(os.path.join(glob.escape(folder), "model_[0-9]*.pth"))
-    return "" if os.path.isfile(final) else max(numbered, default="")
+    tag = Path(folder, _TAG)
+    if tag.exists():
+        return str(Path(folder, tag.read_text(errors="replace").strip()))
+    if Path(folder, _FINAL).is_file():  # weights alone, such as a user has copied
+        return ""
+    return max(map(str, Path(folder).glob("model_[0-9]*.pth")), default="")
 
 
 def best_checkpoint(folder: str) -> str:
-    """Return the path of a run's best checkpoint if ``TEST.BEST`` kept it, else of the last."""
-    best = os.path.join(folder, BEST_CHECKPOINT)
-    return best if PathManager.isfile(best) else last_checkpoint(folder)
+    """Return the path of a run's best checkpoint if ``TEST.BEST`` kept it, else of the last.
+
+    A folder without any is taken for one with ``model_final.pth``.
+    """
+    best = Path(folder, BEST_CHECKPOINT)
+    if best.is_file():
+        return str(best)
+    return last_checkpoint(folder) or str(Path(folder, _FINAL))
+
+
+def config_beside(weights: str) -> str:
+    """Return the path that the config of a run has beside its weights."""
+    return os.path.join(os.path.dirname(weights), "config.yaml")
 
 
 def detector_file(model: str | os.PathLike[str]) -> str:
@@ -145,13 +148,15 @@ def open_start_weights(weights: str | None, run_folder: str = "") -> LazyCheckpo
                 f"MODEL.WEIGHTS ('{weights}'): a folder without the checkpoint of a run. Fix: give a run that has "
                 "written one, or a file."
             )
-    tag = os.path.join(run_folder, _TAG)
-    if run_folder and (PathManager.exists(tag) or _untagged(run_folder)):
-        start = LazyCheckpoint(resumed=True, key=tag)
+    if run_folder:
+        tag = os.path.join(run_folder, _TAG)
         try:
-            start.address = last_checkpoint(run_folder)
-        except (UserError, OSError) as error:
-            start.error = error
+            last = last_checkpoint(run_folder)
+        except OSError as error:
+            start = LazyCheckpoint(resumed=True, key=tag, error=error)
+        else:
+            if last:
+                start = LazyCheckpoint(last, resumed=True, key=tag)
 
     if local_file(start.address):
         start.fetch()
@@ -210,10 +215,10 @@ def open_checkpoint(
                 for name in tensors
                 if not name.endswith("_momentum")
             }
-        record = read_network_record(content)
+        network = read_network_record(content)
     except ValueError as error:
         raise WeightsFileError(f"{key}: '{path}': {error}") from error
-    return Checkpoint(address, path, tensors, metadata, record)
+    return Checkpoint(address, path, tensors, metadata, network)
 
 
 def _model_and_metadata(content: FileContent, path: str) -> tuple[Any, dict[str, Any]]:

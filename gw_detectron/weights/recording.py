@@ -16,28 +16,26 @@ from detectron2.utils import comm
 from torch import nn
 
 from ..config import flat_items, parse_config
-from ..errors import ConfigError, WeightsFileError, summarize_names
+from ..errors import ConfigError, summarize_names
 from ..installation import __version__, git_commit
-from .identifying import PROVENANCE_KEY, norm_record
+from .network_record import (
+    PROVENANCE_KEY,
+    Preprocessing,
+    norm_record,
+    preprocessing_errors,
+)
 from .opening import Checkpoint
-from .reading import plain_copy, sha256_of
+from .reading import sha256_of
 
 log = logging.getLogger(__name__)
 
 #: key of the :class:`RunRecord` in a checkpoint
 RUN_RECORD_KEY = "record"
-_PREPROCESSING_KEYS = (
-    "INPUT.FORMAT",
+#: preprocessing, which is checked by itself, and keys that change no result of trained weights
+_NO_WARNING = (
     "MODEL.PIXEL_MEAN",
     "MODEL.PIXEL_STD",
     "MODEL.RESNETS.STRIDE_IN_1X1",
-)
-PREPROCESSING_DIFFERS = (
-    "these weights expect different preprocessing (channel order, mean, std or stride)"
-)
-#: preprocessing, which is an error, and keys that change no result of trained weights
-_NO_WARNING = (
-    *_PREPROCESSING_KEYS,
     "MODEL.WEIGHTS",
     "MODEL.DEVICE",
     "MODEL.COMPILE",
@@ -46,17 +44,15 @@ _NO_WARNING = (
 
 
 class NormRecorder:
-    """Checkpointable that records the norms of a model, see :func:`.identifying.norm_record`.
+    """Checkpointable that records the norms of a model, see :func:`.network_record.norm_record`.
 
     Add it to Detectron2's ``DetectionCheckpointer``:
-    ``add_checkpointable("norms", NormRecorder(model))``. A file's record is read as part of the
-    :class:`.identifying.NetworkRecord`.
+    ``add_checkpointable("norms", NormRecorder(checkpointer.model))``. A file's record is read as part
+    of the :class:`.network_record.NetworkRecord`.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-        # as Detectron2 saves its tensors
-        self._model: Any = model.module if isinstance(model, parallel) else model
+        self._model = model
 
     def state_dict(self) -> dict[str, str]:
         return norm_record(self._model)
@@ -94,7 +90,7 @@ class RunRecord:
             "address": checkpoint.address,
             "sha256": sha256_of(checkpoint.path),
         }
-        provenance = checkpoint.record.provenance
+        provenance = checkpoint.network.provenance
         if provenance is not None:  # converted by this package
             self._start_weights[PROVENANCE_KEY] = asdict(provenance)
 
@@ -164,7 +160,7 @@ def config_differences(record: Any, config: str) -> dict[str, str]:
     try:
         old = _flat_config(before)
         new = _flat_config(config)
-    except (ConfigError, WeightsFileError) as error:
+    except ConfigError as error:
         return {"config": f"config: not compared: {str(error).partition(' Fix: ')[0]}"}
     return {
         key: f"{key} {old.get(key)!r:.99} in the checkpoint, {value!r:.99} here"
@@ -174,55 +170,46 @@ def config_differences(record: Any, config: str) -> dict[str, str]:
 
 
 def _flat_config(text: str) -> dict[str, Any]:
-    parsed = parse_config(text, RUN_RECORD_KEY)
-    return dict(flat_items(plain_copy(parsed)))
+    return dict(flat_items(parse_config(text, RUN_RECORD_KEY)))
 
 
-def check_against_record(
-    cfg: CfgNode, checkpoint: Checkpoint, what: str
-) -> tuple[list[str], list[str]]:
-    """Compare a config with the record of the run that wrote a checkpoint.
-
-    Returns errors of other preprocessing, and warnings of other values of MODEL keys. They begin
-    with ``what``.
-    """
-    errors: list[str] = []
-    warnings: list[str] = []
-    differences = config_differences(
-        checkpoint.metadata.get(RUN_RECORD_KEY), cfg.dump()
-    )
-    if cfg.MODEL.RESNETS.DEPTH < 50:  # without 1x1 convolutions in its blocks
-        differences.pop("MODEL.RESNETS.STRIDE_IN_1X1", None)
-
-    images = [text for key, text in differences.items() if key in _PREPROCESSING_KEYS]
-    if images:
-        errors.append(
-            f"{what}: {PREPROCESSING_DIFFERS}: {', '.join(images)}. Fix: set these keys as in the "
-            "checkpoint."
+def expected_preprocessing(checkpoint: Checkpoint) -> Preprocessing | None:
+    """Return the preprocessing that weights need, by their record or by the config of their run; None if unknown."""
+    if checkpoint.network.preprocessing:
+        return checkpoint.network.preprocessing
+    record = checkpoint.metadata.get(RUN_RECORD_KEY)
+    try:
+        config = _flat_config(record["config"])  # type: ignore[index]
+        return Preprocessing(
+            str(config["INPUT.FORMAT"]),
+            tuple(map(float, config["MODEL.PIXEL_MEAN"])),
+            tuple(map(float, config["MODEL.PIXEL_STD"])),
+            bool(config["MODEL.RESNETS.STRIDE_IN_1X1"]),
         )
-    others = [
+    except (LookupError, TypeError, ValueError):  # no record of this package
+        return None
+
+
+def model_warnings(cfg: CfgNode, checkpoint: Checkpoint, what: str) -> list[str]:
+    """Return a warning, which begins with ``what``, if MODEL keys differ from those of a checkpoint's run."""
+    record = checkpoint.metadata.get(RUN_RECORD_KEY)
+    differences = [
         text
-        for key, text in differences.items()
+        for key, text in config_differences(record, cfg.dump()).items()
         if key.startswith(("MODEL.", "config")) and key not in _NO_WARNING
     ]
-    if others:
-        warnings.append(
-            f"{what}: trained with other values of MODEL keys: {summarize_names(others, 20)}. Fix: "
-            "set them as in the checkpoint, unless the change is intended."
-        )
-    return errors, warnings
+    if not differences:
+        return []
+    return [
+        f"{what}: trained with other values of MODEL keys: {summarize_names(differences, 20)}. Fix: "
+        "set them as in the checkpoint, unless the change is intended."
+    ]
 
 
-def check_recorded_config(cfg: CfgNode, checkpoint: Checkpoint | None) -> None:
-    """Refuse a config with other preprocessing than that of the run that wrote a checkpoint.
-
-    Other MODEL keys that differ give a warning.
-    """
-    if checkpoint is None:
-        return
+def check_recorded_config(cfg: CfgNode, checkpoint: Checkpoint) -> None:
+    """Refuse a config with other preprocessing than weights need; warn of other MODEL keys than those of their run."""
     what = f"MODEL.WEIGHTS ('{checkpoint.address}')"
-    errors, warnings = check_against_record(cfg, checkpoint, what)
-    for text in warnings:
+    for text in model_warnings(cfg, checkpoint, what):
         log.warning("%s", text)
-    for text in errors:
+    for text in preprocessing_errors(cfg, expected_preprocessing(checkpoint), what):
         raise ConfigError(text)

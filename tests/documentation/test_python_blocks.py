@@ -20,7 +20,7 @@ from gw_detectron.modeling import GWFPN
 from gw_detectron.norms import resolve_norm
 from gw_detectron.ops.solvers.solver import SOLVERS
 from gw_detectron.weights import Preprocessing, open_start_weights
-from gw_detectron.weights.identifying import PREPROCESSING
+from gw_detectron.weights.network_record import PREPROCESSING
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.export import export_detector
 from gw_detectron.workbench.images import read_image

@@ -22,7 +22,7 @@ from gw_detectron.modeling import build_checked_model
 from gw_detectron.modeling.resnet import set_norms
 from gw_detectron.norms import conv_names
 from gw_detectron.weights import Checkpoint, norm_differences
-from gw_detectron.weights.identifying import NetworkRecord, norm_record
+from gw_detectron.weights.network_record import NetworkRecord, norm_record
 from gw_detectron.workbench.commands.train import run_here as main
 
 from ..test_configs import tiny

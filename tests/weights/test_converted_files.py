@@ -19,7 +19,7 @@ from gw_detectron.weights import (
     open_checkpoint,
 )
 from gw_detectron.weights.describing import describe_checkpoint
-from gw_detectron.weights.identifying import PREPROCESSING, TORCHVISION
+from gw_detectron.weights.network_record import PREPROCESSING, TORCHVISION
 from gw_detectron.weights.reading import RECORD_KEY, sha256_of
 from gw_detectron.workbench.commands import weights as weights_command
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from gw_detectron.errors import UnknownNormError, WeightsError
 from gw_detectron.weights import convert, to_torchvision
-from gw_detectron.weights.identifying import PREPROCESSING, TORCHVISION
+from gw_detectron.weights.network_record import PREPROCESSING, TORCHVISION
 
 from .oracle import TOLERANCE, feature_error
 from .synthetic import BLOCK_NORMS, authors_state, make_network, training_checkpoint

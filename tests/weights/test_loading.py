@@ -482,8 +482,7 @@ def test_a_record_is_found_under_the_names_of_a_parallel_model(
     tmp_path, caplog, prefix
 ):
     model = detector(whiten_norm="GN:groups=64")
-    record = NormRecorder(nn.DataParallel(model)).state_dict()
-    assert record == NormRecorder(model).state_dict()
+    record = NormRecorder(model).state_dict()
     state = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
     content = {
         "model": state,

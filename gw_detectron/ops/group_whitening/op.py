@@ -31,7 +31,8 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..arguments import check_tensors
-from ..numerics import autocast_off, compute_dtype, memory_format_of
+from ..numerics import compute_dtype, memory_format_of
+from ..reference_gradients import needed_gradients, reference_gradients
 from ..solvers import DEFAULT_SOLVER, Solver, check_solver
 from ..torch_private import is_batched, is_dispatched, needs_plain_operations
 from . import matmul, triton
@@ -273,10 +274,10 @@ class GroupWhiten(torch.autograd.Function):
 
         # create_graph=True, or vmap over dy
         if torch.is_grad_enabled() or is_batched(dy):
-            dx, dweight, dbias = _differentiable_gradients(ctx, dy)
+            gradients = _differentiable_gradients(ctx, dy)
         else:
-            dx, dweight, dbias = _closed_gradients(ctx, dy)
-        return dx, dweight, dbias, None, None, None, None, None
+            gradients = _closed_gradients(ctx, dy)
+        return *gradients, None, None, None, None, None
 
 
 def _setup_context(
@@ -291,13 +292,12 @@ def _setup_context(
     ctx.mark_non_differentiable(mean, sigma)
     # else zeros for mean and sigma, as large as the matrices of all samples
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, mean, sigma, weight, kept, *(solution or ()))
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight, bias, mean, sigma, kept, *(solution or ()))
 
 
 def _closed_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     """Return the gradients of x, weight and bias by the backend's formulas; None where not needed."""
-    x, mean, sigma, weight, y, *solution = ctx.saved_tensors
+    x, weight, bias, mean, sigma, y, *solution = ctx.saved_tensors
     arguments = dy, y, x, mean, sigma, weight, ctx.num_iters
     if torch.compiler.is_compiling() or is_dispatched(dy, x, weight):
         results = torch.ops.gw_detectron.group_whiten_backward(*arguments, ctx.backend)
@@ -305,48 +305,23 @@ def _closed_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
         results = triton.backward(*arguments, tuple(solution))
     else:
         results = _backward(*arguments, ctx.backend)
-
-    weight_dtype = None if weight is None else weight.dtype
-    dtypes = x.dtype, weight_dtype, ctx.bias_dtype
-    gradients: list[Tensor | None] = [None, None, None]
-    for i in range(3):
-        if ctx.needs_input_grad[i]:
-            gradients[i] = results[i].to(dtypes[i])
-    return gradients
+    return needed_gradients(results, (x, weight, bias), ctx.needs_input_grad[:3])
 
 
 def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     """Return the gradients by autograd through the reference; None where not needed."""
-    x, _, _, weight, y, *_ = ctx.saved_tensors
-    create_graph = torch.is_grad_enabled()
-    solver = Solver(num_iters=ctx.num_iters, eps=ctx.eps)
+    x, weight, bias, _, _, y, *_ = ctx.saved_tensors
     if y is not None:  # through the ReLU
         dy = torch.ops.aten.threshold_backward(dy, y.detach(), 0)
 
-    bias = None  # any value: derivatives do not depend on the bias
-    if ctx.bias_dtype is not None:
-        bias = torch.zeros(
-            x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True
-        )
-
-    with torch.enable_grad(), autocast_off(x.device.type):
-        # autograd stops at these aliases: x may be a function of weight (in a layer used twice), or
-        # weight of x
-        x = x.view_as(x)
-        if weight is not None:
-            weight = weight.view_as(weight)
-        before_relu = group_whiten_reference(x, weight, bias, ctx.groups, solver)
-
-        needed = {
-            i: tensor
-            for i, tensor in enumerate((x, weight, bias))
-            if ctx.needs_input_grad[i]
-        }
-        results = torch.autograd.grad(
-            before_relu, list(needed.values()), dy, create_graph=create_graph
-        )
-    gradients = dict(zip(needed, results, strict=True))
-    return [gradients.get(i) for i in range(3)]
+    before_relu = functools.partial(
+        group_whiten_reference,
+        groups=ctx.groups,
+        solver=Solver(num_iters=ctx.num_iters, eps=ctx.eps),
+    )
+    return reference_gradients(
+        before_relu, (x, weight, bias), ctx.needs_input_grad[:3], dy
+    )
 
 
 torch.library.register_autograd(

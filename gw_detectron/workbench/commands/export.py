@@ -7,22 +7,11 @@ same format is replaced.
 """
 
 import argparse
-import os
 from typing import Any
 
-from detectron2.config import CfgNode
-
-from ...config import read_config
 from ...errors import ConfigError
-from ...weights import (
-    Checkpoint,
-    Preprocessing,
-    check_recorded_config,
-    detector_file,
-    load_model,
-    open_start_weights,
-    trained_classes,
-)
+from ...weights import Preprocessing, load_model, open_detector, trained_classes
+from ...weights.loading import OpenDetector
 from ..console import check_folder
 from ..dataset.metadata import class_metadata, classes_of
 from ..export import FORMATS, export_backbone, export_detector, read_image_for
@@ -103,18 +92,10 @@ def main(args: argparse.Namespace) -> None:
         )
     check_folder(args.output)  # before minutes of work
 
-    if args.run:
-        weights = detector_file(args.run)
-        beside = os.path.join(os.path.dirname(weights), "config.yaml")
-        args.opts = ["MODEL.WEIGHTS", weights, *args.opts]
-        args.config_file = args.config_file or beside
-    cfg = read_config(args.config_file or "", args.opts)
-    checkpoint = open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
-    check_recorded_config(cfg, checkpoint)
-
+    detector = open_detector(args.run or "", args.config_file or "", args.opts)
     export = _export_backbone if args.backbone else _export_detector
-    report = export(args, cfg, checkpoint)
-    print(f"Weights: {cfg.MODEL.WEIGHTS}")
+    report = export(args, detector)
+    print(f"Weights: {detector.cfg.MODEL.WEIGHTS}")
     print(_differences_of(report))
     print(
         f"{args.output}/{report['file']} agrees with the model; docs/export.md shows how to load it."
@@ -133,8 +114,9 @@ def _differences_of(report: dict[str, Any]) -> str:
 
 
 def _export_backbone(
-    args: argparse.Namespace, cfg: CfgNode, checkpoint: Checkpoint | None
+    args: argparse.Namespace, detector: OpenDetector
 ) -> dict[str, Any]:
+    cfg, config_file, checkpoint = detector
     needed = "backbone.bottom_up." if args.no_fpn else "backbone."
     model = load_model(cfg, needed, checkpoint=checkpoint)
     return export_backbone(
@@ -143,13 +125,14 @@ def _export_backbone(
         Preprocessing.from_config(cfg),
         file_format=args.format,
         fpn=not args.no_fpn,
-        source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
+        source={"config": config_file, "weights": cfg.MODEL.WEIGHTS},
     )
 
 
 def _export_detector(
-    args: argparse.Namespace, cfg: CfgNode, checkpoint: Checkpoint | None
+    args: argparse.Namespace, detector: OpenDetector
 ) -> dict[str, Any]:
+    cfg, config_file, checkpoint = detector
     image = None
     if args.image:
         image = read_image_for(cfg, args.image, resize=not args.one_image)
@@ -164,5 +147,5 @@ def _export_detector(
         one_image=args.one_image,
         paste_masks=args.paste_masks,
         classes=classes_of(metadata),
-        source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
+        source={"config": config_file, "weights": cfg.MODEL.WEIGHTS},
     )

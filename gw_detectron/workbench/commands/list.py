@@ -11,9 +11,8 @@ from tabulate import tabulate
 from ...config import config_summary, list_configs, read_config, shipped_configs
 from ...errors import ConfigError
 from ...modeling import build_checked_model
-from ...norms import norm_options, norm_table
+from ...norms import full_name, norm_options, norm_table
 from ...ops.solvers import SOLVERS
-from ...weights.identifying import full_name
 from .parsers import new_parser
 
 # a layer of fewer channels than groups would have fewer groups

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...weights import convert_file, detector_file
 from ...weights.describing import describe_checkpoint, format_config, format_description
-from ...weights.identifying import PREPROCESSING
+from ...weights.network_record import PREPROCESSING
 from .parsers import new_parser
 
 

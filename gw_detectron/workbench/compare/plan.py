@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from detectron2.config import CfgNode
 
 from ...errors import ConfigError, check_minimum
-from ...norms import resolve_norm
-from ...norms.positions import whitened_convs
+from ...norms import check_positions, resolve_norm
 
 SEARCH_SEED = 0  # of the learning rates; the scored seeds are 1, 2, ...
 _SHORTEST = 4  # the first runs of the search have 1 / 4 of the iterations
@@ -58,7 +57,7 @@ def norm_keys(norm: str) -> dict[str, str]:
             f"{where}: not a norm. Fix: write e.g. GW, GN+WS, or BN+GW@S1-B1 for BN with GW at "
             "S1-B1."
         )
-    whitened_convs(positions, where=where)
+    check_positions(positions, where=where)
     resolve_norm(base, where=where)
 
     keys = {"MODEL.RESNETS.NORM": base, "MODEL.RESNETS.WHITEN_POSITIONS": positions}

@@ -1,11 +1,12 @@
 """Compare a detector's limits, image sizes and anchors with the objects of its datasets."""
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from detectron2.config import CfgNode
 
-from ...config import anchor_strides, get_value, training_sides
+from ...config import get_value
 from ...modeling.build import object_count_keys
 from .fingerprint import Fingerprint, anchor_shapes, best_overlaps
 
@@ -118,3 +119,21 @@ def _low_limit(
             f"{limit} objects, up to {most}: {lost} of {objects} objects {consequence}. Fix: set {key} {wanted}, or "
             f"{_AUTO}."
         )
+
+
+def training_sides(cfg: CfgNode) -> tuple[float, float]:
+    """Return the shorter side, of several their median, and the longest one, to which training resizes images."""
+    return float(statistics.median(cfg.INPUT.MIN_SIZE_TRAIN)), float(
+        cfg.INPUT.MAX_SIZE_TRAIN
+    )
+
+
+def anchor_strides(cfg: CfgNode) -> list[int]:
+    """Return the strides of the feature maps with anchors."""
+    uses_rpn = "RetinaNet" not in cfg.MODEL.META_ARCHITECTURE
+    node = cfg.MODEL.RPN if uses_rpn else cfg.MODEL.RETINANET
+    strides = []
+    for name in node.IN_FEATURES:  # such as p2, res4
+        level = name[-1]
+        strides.append(2 ** int(level) if level.isdigit() else 16)
+    return strides

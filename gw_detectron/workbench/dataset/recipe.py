@@ -14,12 +14,13 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from torch.torch_version import TorchVersion
 
-from ...config import anchor_strides, get_value, training_sides
+from ...config import get_value
 from ...errors import ConfigError, DataError
 from ...modeling.build import object_count_keys
 from ...weights.opening import is_detector
 from ..images import evenly_spread, is_deep
 from .coco_content import complete_coco
+from .data_fit import anchor_strides, training_sides
 from .datasets_yaml import CocoDataset
 from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, join_fingerprints
 from .layouts import read_labels

@@ -20,7 +20,7 @@ from ...layers import use_backend
 from ...norms.listing import norm_counts
 from ...weights import NetworkRecord, Preprocessing, read_weights_file
 from ...weights.converting import write_weights_file
-from ...weights.identifying import norm_record
+from ...weights.network_record import norm_record
 from .formats import (
     PARITY,
     ExportedFile,

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,16 +14,10 @@ from detectron2.structures import Instances
 from PIL import Image
 from torch import nn
 
-from ...config import get_value, read_config
-from ...errors import ConfigError, MissingFileError
+from ...config import get_value
+from ...errors import ConfigError
 from ...modeling.build import object_count_keys
-from ...weights import (
-    check_recorded_config,
-    detector_file,
-    load_model,
-    open_checkpoint,
-    trained_classes,
-)
+from ...weights import load_model, open_detector, trained_classes
 from ..dataset.metadata import class_metadata
 from ..images import evaluation_input
 
@@ -110,15 +103,11 @@ def open_predictor(
                 "test-time augmentation is of gw-detectron eval only."
             )
 
-    model = detector_file(model)
-    cfg = read_config(config_file or _config_beside(model), opts)
-    checkpoint = open_checkpoint(model)
-    check_recorded_config(cfg, checkpoint)
+    cfg, _, checkpoint = open_detector(model, config_file or "", opts)
     if cfg.TEST.AUG.ENABLED:
         log.warning(
             "TEST.AUG.ENABLED (True): prediction has no test-time augmentation."
         )
-    cfg.MODEL.WEIGHTS = model
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = score_threshold
     cfg.MODEL.RETINANET.SCORE_THRESH_TEST = score_threshold
 
@@ -126,17 +115,6 @@ def open_predictor(
     detector = load_model(cfg, checkpoint=checkpoint, device=device, mix=mix)
     metadata = _metadata(cfg, trained_classes(checkpoint), class_names)
     return Predictor(detector, cfg, metadata, score_threshold)
-
-
-def _config_beside(model: str) -> str:
-    config_file = os.path.join(os.path.dirname(model), "config.yaml")
-    if not os.path.isfile(config_file):
-        raise MissingFileError(
-            f"RUN ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file,"
-            f" or a run folder; `gw-detectron weights describe --config {shlex.quote(model)}` "
-            "prints the config that it was trained with."
-        )
-    return config_file
 
 
 def _metadata(

@@ -19,7 +19,6 @@ from detectron2.structures import Instances
 from PIL import Image
 
 from ...atomic import atomic_folder, check_replaceable
-from ...config import training_sides
 from ...errors import (
     ConfigError,
     DataError,
@@ -30,6 +29,7 @@ from ...errors import (
 )
 from ...installation import require_packages
 from ..console import progress_bar
+from ..dataset.data_fit import training_sides
 from ..dataset.metadata import classes_of
 from ..images import evaluation_sides
 from .pictures import Drawer, picture_name

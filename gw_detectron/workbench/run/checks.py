@@ -82,7 +82,9 @@ def check_run(
         start.fetch()
     if start.unfetched:
         report.unchecked = f"MODEL.WEIGHTS ('{start.address}'): not fetched or checked until this is corrected."
-    check_start_weights(cfg, start, model, report, allow_partial=allow_partial)
+    check_start_weights(
+        cfg, start, model, report, eval_only=eval_only, allow_partial=allow_partial
+    )
     return report
 
 

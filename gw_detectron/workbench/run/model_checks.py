@@ -1,6 +1,5 @@
 """Check that the model can be built, that its norms can learn, and that the start weights fit it."""
 
-import os
 import re
 from collections.abc import Sequence
 
@@ -16,8 +15,14 @@ from ...layers.mixed_norms import MixedNorm
 from ...modeling.build import NORM_KEYS, build_checked_model, unread_keys
 from ...norms import is_synchronized, norm_spec
 from ...weights import Checkpoint, LazyCheckpoint, norm_differences, norm_mismatch
-from ...weights.identifying import PREPROCESSING, ZOO_DETECTOR, Preprocessing
-from ...weights.recording import PREPROCESSING_DIFFERS, check_against_record
+from ...weights.network_record import (
+    PREPROCESSING,
+    ZOO_DETECTOR,
+    Preprocessing,
+    preprocessing_errors,
+)
+from ...weights.opening import config_beside
+from ...weights.recording import expected_preprocessing, model_warnings
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d, MixedNorm)
 # part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package
@@ -153,23 +158,21 @@ def check_start_weights(
     model: nn.Module | None,
     report: CheckReport,
     *,
+    eval_only: bool,
     allow_partial: bool,
 ) -> None:
     """Check that the start weights fit the preprocessing, the config and, unless None, the model."""
-    weights = start.opened
-    if not start.resumed:
-        if start.error:
-            report.errors.append(str(start.error))
-        for images in _known_preprocessing(start):
-            _check_preprocessing(cfg, images, report)
-    if weights is None:
-        return
-
     key = "--resume" if start.resumed else "MODEL.WEIGHTS"
     what = f"{key} ('{start.address}')"
-    errors, warnings = check_against_record(cfg, weights, what)
-    report.errors += errors
-    report.warnings += warnings
+    if start.error and not start.resumed:
+        report.errors.append(str(start.error))
+    report.errors += preprocessing_errors(cfg, _expected_preprocessing(start), what)
+
+    weights = start.opened
+    if weights is None:
+        return
+    if eval_only or not start.resumed:  # a resumed training warns of all keys
+        report.warnings += model_warnings(cfg, weights, what)
     if model is None:
         return
     if start.resumed:
@@ -178,15 +181,15 @@ def check_start_weights(
         _check_norms(cfg, weights, model, report, allow_partial)
 
 
-def _known_preprocessing(start: LazyCheckpoint) -> list[Preprocessing]:
-    """Return the preprocessing that weights record, or that their address tells."""
-    if start.opened and start.opened.record.preprocessing:
-        return [start.opened.record.preprocessing]
-    return [
-        images
-        for pattern, images in _PREPROCESSING.items()
-        if re.search(pattern, start.address)
-    ]
+def _expected_preprocessing(start: LazyCheckpoint) -> Preprocessing | None:
+    """Return the preprocessing that weights record, or that their address tells; None if unknown."""
+    recorded = expected_preprocessing(start.opened) if start.opened else None
+    if recorded or start.resumed:
+        return recorded
+    for pattern, preprocessing in _PREPROCESSING.items():
+        if re.search(pattern, start.address):
+            return preprocessing
+    return None
 
 
 def _check_resumed(
@@ -200,11 +203,10 @@ def _check_resumed(
     ]
     differences += norm_differences(checkpoint, model, resumed=True)
     if differences:
-        config = os.path.join(os.path.dirname(checkpoint.path), "config.yaml")
         report.errors.append(
             f"--resume ('{checkpoint.path}'): a checkpoint of another detector: {summarize_names(differences)} differ. "
-            f"Fix: continue with --config-file {config}. To start another run from these weights, leave out --resume "
-            "and set MODEL.WEIGHTS and another OUTPUT_DIR."
+            f"Fix: continue with --config-file {config_beside(checkpoint.path)}. To start another run from these "
+            "weights, leave out --resume and set MODEL.WEIGHTS and another OUTPUT_DIR."
         )
 
 
@@ -232,27 +234,4 @@ def _check_norms(
             f"MODEL.BACKBONE.FREEZE_AT ({cfg.MODEL.BACKBONE.FREEZE_AT}): {len(untrained)} frozen layers were trained "
             f"with another norm ({summarize_names(untrained)}). Fix: set MODEL.BACKBONE.FREEZE_AT 0, or give weights "
             "of these norms."
-        )
-
-
-def _check_preprocessing(
-    cfg: CfgNode, expected: Preprocessing, report: CheckReport
-) -> None:
-    changes = []
-    if expected.input_format != cfg.INPUT.FORMAT:
-        changes.append(f"INPUT.FORMAT {expected.input_format}")
-    for key, wanted in (
-        ("PIXEL_MEAN", expected.pixel_mean),
-        ("PIXEL_STD", expected.pixel_std),
-    ):
-        # another number of values is a fault of its own
-        pairs = zip(cfg.MODEL[key], wanted, strict=False)
-        if any(abs(given - value) >= 0.05 for given, value in pairs):
-            changes.append(f'MODEL.{key} "{list(wanted)}"')
-    is_bottleneck = cfg.MODEL.RESNETS.DEPTH >= 50
-    if is_bottleneck and expected.stride_in_1x1 != cfg.MODEL.RESNETS.STRIDE_IN_1X1:
-        changes.append(f"MODEL.RESNETS.STRIDE_IN_1X1 {expected.stride_in_1x1}")
-    if changes:
-        report.errors.append(
-            f"MODEL.WEIGHTS ('{cfg.MODEL.WEIGHTS}'): {PREPROCESSING_DIFFERS}. Fix: set {', '.join(changes)}."
         )

@@ -13,7 +13,7 @@ from detectron2.data import DatasetCatalog
 from ...atomic import atomic_write
 from ...errors import ConfigError, DataError, summarize_names
 from ...modeling.build import object_count_keys
-from ...weights.opening import local_file
+from ...weights.opening import config_beside, local_file
 from ..dataset.coco_content import MALFORMED, read_json
 from ..dataset.datasets_yaml import DATASETS_FILE, CocoDatasets, read_datasets
 from ..dataset.layouts import labels_digest
@@ -148,7 +148,7 @@ def _configs_of_run(cfg: CfgNode, request: RunRequest) -> list[str]:
     # of a run whose config was perhaps not given
     weights = local_file(cfg.MODEL.WEIGHTS)
     if weights:
-        configs.append(os.path.join(os.path.dirname(weights), "config.yaml"))
+        configs.append(config_beside(weights))
     return list(dict.fromkeys(configs))
 
 

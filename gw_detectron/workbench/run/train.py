@@ -24,6 +24,7 @@ from ...errors import ConfigError
 from ...norms.listing import norm_summary
 from ...weights import detector_file, load_model
 from ...weights.loading import mix_in_backbone
+from ...weights.opening import config_beside
 from ..dataset.recipe import apply_recipe
 from ..dataset.registration import open_dataset
 from .processes import in_all_processes
@@ -133,7 +134,7 @@ def _resolved(request: RunRequest) -> RunRequest:
             opts = ("MODEL.WEIGHTS", weights, *opts)
         if "://" not in weights:
             folder = os.path.dirname(weights) or "."
-            config_file = config_file or os.path.join(folder, "config.yaml")
+            config_file = config_file or config_beside(weights)
             opts = ("OUTPUT_DIR", folder, *opts)
     if request.auto and not config_file:
         detector = "R_50_FPN_zoo" if request.num_gpus else "R_18_FPN_GW"

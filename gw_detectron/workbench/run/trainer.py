@@ -464,9 +464,7 @@ class Trainer(DefaultTrainer):
         )
         if self._average:
             self._average.start()
-        for name, checkpointable in self.checkpointer.checkpointables.items():
-            if name in states:
-                checkpointable.load_state_dict(states[name])
+        self.checkpointer.restore(states, self.checkpointer.checkpointables)
 
         log.info("norms: %s", norm_summary(self.checkpointer.model))
         log.info(str(report))

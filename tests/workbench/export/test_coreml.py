@@ -5,7 +5,7 @@ import torch
 
 from gw_detectron.layers import use_backend
 from gw_detectron.norms import resolve_norm
-from gw_detectron.weights.identifying import TORCHVISION
+from gw_detectron.weights.network_record import TORCHVISION
 from gw_detectron.workbench.export import FeatureExtractor
 
 from .tiny_networks import tiny_backbone

@@ -126,7 +126,7 @@ def test_the_weights_of_a_backbone_are_loaded_into_another_detector(
     loaded = (other.backbone.bottom_up if parts else other.backbone).state_dict()
     for name, tensor in needed.state_dict().items():
         assert torch.equal(loaded[name], tensor)
-    record = open_checkpoint(weights).record
+    record = open_checkpoint(weights).network
     assert record.preprocessing == Preprocessing.from_config(cfg)
     with safetensors.safe_open(weights, "pt") as opened:
         assert opened.metadata()["format"] == "pt"

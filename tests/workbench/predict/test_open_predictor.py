@@ -1,6 +1,7 @@
 """Predictors of run folders and checkpoints: the numbers are Detectron2's."""
 
 import shutil
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from detectron2.engine import DefaultPredictor
 
 from gw_detectron.config import default_config, read_config
 from gw_detectron.errors import ConfigError, MissingFileError, UserError
+from gw_detectron.weights import Preprocessing
 from gw_detectron.workbench.predict import open_predictor
 from gw_detectron.workbench.predict.predictor import Predictor
 
@@ -109,6 +111,19 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
     )
 
 
+def test_weights_that_record_only_their_network(run_folder, tmp_path):
+    config = run_folder / "config.yaml"
+    content = torch.load(run_folder / "model_final.pth", weights_only=False)
+    del content["record"]
+    content["preprocessing"] = asdict(Preprocessing.from_config(read_config(config)))
+    weights = tmp_path / "weights.pth"
+    torch.save(content, weights)
+
+    open_predictor(weights, config_file=config)
+    with pytest.raises(ConfigError, match="Fix: set INPUT.FORMAT RGB"):
+        open_predictor(weights, config_file=config, opts=["INPUT.FORMAT", "BGR"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -120,7 +135,7 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
         ({"opts": ["MODEL.WEIGHT", "x.pth"]}, "unknown config key 'MODEL.WEIGHT'"),
         (
             {"opts": ["INPUT.FORMAT", "BGR"]},
-            "these weights expect different preprocessing .*INPUT.FORMAT 'RGB'",
+            "these weights expect different preprocessing .*Fix: set INPUT.FORMAT RGB",
         ),
         ({"score_threshold": 1.1}, r"score_threshold \(1.1\)"),
         ({"score_threshold": float("nan")}, r"score_threshold \(nan\)"),

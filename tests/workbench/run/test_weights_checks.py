@@ -202,20 +202,24 @@ class TestOwnCheckpoint:
         (path.parent / "last_checkpoint").write_text(path.name)
 
         def run(**options) -> CheckReport:
-            return check(eval_only=True, MODEL__WEIGHTS=str(path), **options)
+            options.setdefault("eval_only", True)
+            return check(MODEL__WEIGHTS=str(path), **options)
 
         return run
 
     @pytest.mark.parametrize("resume", [False, True])
     @pytest.mark.parametrize(
-        ("key", "value"),
-        [("INPUT.FORMAT", "BGR"), ("MODEL.PIXEL_MEAN", [0.0, 0.0, 0.0])],
+        ("key", "value", "wanted"),
+        [
+            ("INPUT.FORMAT", "BGR", "INPUT.FORMAT RGB"),
+            ("MODEL.PIXEL_MEAN", [0.0, 0.0, 0.0], 'MODEL.PIXEL_MEAN "[123.675'),
+        ],
     )
-    def test_other_preprocessing(self, check_own, key, value, resume):
+    def test_other_preprocessing(self, check_own, key, value, wanted, resume):
         changes = {key.replace(".", "__"): value}
         error = only_error(check_own(resume=resume, **changes))
-        assert key in error
-        assert repr(value) in error
+        assert error.startswith("--resume" if resume else "MODEL.WEIGHTS")
+        assert f"Fix: set {wanted}" in error
 
     def test_other_model_keys(self, check_own):
         report = check_own(
@@ -232,6 +236,14 @@ class TestOwnCheckpoint:
         )
         assert "MODEL.RPN.NMS_THRESH 0.7" in warning
         assert "STRIDE_IN_1X1" not in warning
+
+    @pytest.mark.parametrize("eval_only", [False, True])
+    def test_other_model_keys_of_a_resumed_run(self, check_own, eval_only):
+        """A training warns of all keys when it loads its record."""
+        changes = {"MODEL__RPN__NMS_THRESH": 0.5, "eval_only": eval_only}
+        report = check_own(resume=True, **changes)
+        assert "NMS_THRESH" in " ".join(report.warnings) or not eval_only
+        assert len(report.warnings) == eval_only
 
 
 class TestResume:

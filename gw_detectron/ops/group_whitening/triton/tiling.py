@@ -168,7 +168,10 @@ def over_columns(
     rows = padded_rows(groups)
     sliced = matrix and groups > 64
 
-    strides = {name: _accepted_strides(tensor) for name, tensor in tensors.items()}
+    # of prepared tensors, which are not None
+    strides: dict[str, Any] = {
+        name: _strides(tensor) for name, tensor in tensors.items()
+    }
     vector = _vector(strides.values(), positions)
     neighbors_first = next(iter(strides.values())).j_first
 
@@ -204,16 +207,6 @@ def over_columns(
         arguments["HALVES"] = support.in_halves(x, groups)
         arguments["OPERAND"] = support.operand_dtype(x)
     return splits, arguments
-
-
-def _accepted_strides(tensor: Tensor) -> Strides:
-    strides = _strides(tensor)
-    if strides is None:
-        raise ValueError(
-            f"strides {tensor.stride()} of shape {tuple(tensor.shape)}: unsupported. "
-            "Fix: call prepare(x) first."
-        )
-    return strides
 
 
 def _vector(strides: Iterable[Strides], positions: int) -> int:

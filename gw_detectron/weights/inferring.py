@@ -1,18 +1,16 @@
-"""Identify the network of a weight file: by what the file records, and by its tensors.
+"""Infer a ResNet and its norms from the tensors of ImageNet weights, by torchvision's names.
 
-A record of norms is one dict, ``{layer name: norm name}``, in checkpoints and converted weights
-alike. Norms are recorded in the file, proven by the tensors, or stated by the user. They are never
+Norms are recorded in the file, proven by the tensors, or stated by the user. They are never
 guessed: tensors do not tell GN from GW, or 64 groups from 32.
 """
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from detectron2.config import CfgNode
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
@@ -20,16 +18,12 @@ from ..errors import UnknownNormError, WeightsError, summarize_names
 from ..norms import (
     POSITIONS,
     build_norm,
-    conv_names,
     evaluation_spec,
-    norm_rows,
-    norm_spec,
+    full_name,
+    is_same_norm,
     norms_at,
 )
-from .reading import FileContent
 
-#: keys of a :class:`NetworkRecord` in a file
-NORMS_KEY, PREPROCESSING_KEY, PROVENANCE_KEY = "norms", "preprocessing", "provenance"
 # of stages, by depth
 _BLOCKS = {
     18: (2, 2, 2, 2),
@@ -61,120 +55,6 @@ _TO_TORCHVISION = {
 _BN = "BN:"  # evaluation_spec of batch normalization, frozen or not
 _STATISTICS = {"running_mean", "running_var"}
 _BN_FIELDS = _STATISTICS | {"weight", "bias", "num_batches_tracked"}
-
-
-@dataclass(frozen=True)
-class Preprocessing:
-    """Image preprocessing that weights need, as Detectron2's config names it."""
-
-    input_format: str  # RGB or BGR, also the order of the channels below
-    pixel_mean: tuple[float, ...]  # subtracted from values of 0 to 255
-    pixel_std: tuple[float, ...]  # then divided by
-    stride_in_1x1: (
-        bool  # the first 1x1 convolution of a stage has the stride, not the 3x3
-    )
-
-    @classmethod
-    def from_config(cls, cfg: CfgNode) -> "Preprocessing":
-        """Read the keys of a config that say how images become a detector's input."""
-        return cls(
-            cfg.INPUT.FORMAT,
-            tuple(cfg.MODEL.PIXEL_MEAN),
-            tuple(cfg.MODEL.PIXEL_STD),
-            cfg.MODEL.RESNETS.STRIDE_IN_1X1,
-        )
-
-
-# The authors, torchvision and timm: the released loader divides by 255, then normalizes.
-TORCHVISION = Preprocessing(
-    "RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375), False
-)
-_BGR_MEAN = (103.53, 116.28, 123.675)
-#: pattern of the addresses of detectors in Detectron2's model zoo
-ZOO_DETECTOR = r"(^detectron2:/|/detectron2)/(COCO|LVIS|Cityscapes|PascalVOC)[^/]*/"
-#: preprocessing of ImageNet weights by their origin
-PREPROCESSING = {
-    "torchvision": TORCHVISION,
-    "detectron2-msra": Preprocessing("BGR", _BGR_MEAN, (1.0, 1.0, 1.0), True),
-    "detectron2-fair": Preprocessing("BGR", _BGR_MEAN, (1.0, 1.0, 1.0), False),
-    # FAIR's ResNeXts under detectron2://; the copies under catalog:// have a deviation of 1
-    "detectron2-fair-resnext": Preprocessing(
-        "BGR", _BGR_MEAN, (57.375, 57.12, 58.395), False
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Origin of converted weights: this package's version, name and SHA-256 of the source."""
-
-    tool: str
-    source: str
-    source_sha256: str
-
-
-@dataclass(frozen=True)
-class NetworkRecord:
-    """What a weight file records about its network; it is written by ``asdict``.
-
-    ``norms`` has norm names by layer, and ``"WS"`` for standardized convolutions.
-    """
-
-    norms: Mapping[str, str] | None = None
-    preprocessing: Preprocessing | None = None
-    provenance: Provenance | None = None
-
-
-def norm_record(model: nn.Module) -> dict[str, str]:
-    """Return the norms of a model as files record them.
-
-    These are ``{layer: norm name}`` and ``{convolution: "WS"}``.
-    """
-    return {row.layer: row.spec for row in norm_rows(model)} | conv_names(model)
-
-
-def read_network_record(content: FileContent) -> NetworkRecord:
-    """Read what a weight file records about its network."""
-    values = content.value if isinstance(content.value, Mapping) else {}
-    try:
-        record = {
-            key: read(values[key])
-            for key, read in _READERS.items()
-            if values.get(key) is not None
-        }
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise WeightsError(
-            f"record of the file: damaged ({error}). Fix: write the file again."
-        ) from None
-    if values.get("__author__") == "torchvision":  # by Detectron2's tool
-        record.setdefault(PREPROCESSING_KEY, TORCHVISION)
-    return NetworkRecord(**record)
-
-
-def _read_preprocessing(values: Any) -> Preprocessing:
-    if values["input_format"] not in ("RGB", "BGR"):
-        raise ValueError("input_format is neither RGB nor BGR")
-    return Preprocessing(
-        values["input_format"],
-        tuple(map(float, values["pixel_mean"])),
-        tuple(map(float, values["pixel_std"])),
-        bool(values["stride_in_1x1"]),
-    )
-
-
-def _read_texts(values: Any) -> dict[str, str]:
-    values = dict(values)
-    for text in (*values, *values.values()):
-        if not isinstance(text, str):
-            raise TypeError(f"a {type(text).__name__} instead of text")
-    return values
-
-
-_READERS: dict[str, Callable[[Any], Any]] = {
-    NORMS_KEY: _read_texts,
-    PREPROCESSING_KEY: _read_preprocessing,
-    PROVENANCE_KEY: lambda values: Provenance(**_read_texts(values)),
-}
 
 
 @dataclass(frozen=True)
@@ -359,29 +239,6 @@ def _has_batch_statistics(tensors: Mapping[str, Tensor], layer: str) -> bool:
     prefix = f"{layer}."
     fields = {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)}
     return not fields.isdisjoint(_STATISTICS) and fields <= _BN_FIELDS
-
-
-@functools.cache
-def full_name(spec: str, channels: int) -> str:
-    """Return the norm name with all options of a layer, of frozen norms the norm's.
-
-    The channels may cap the groups.
-    """
-    with torch.device("meta"):
-        layer = build_norm(spec.removeprefix("Frozen"), channels)
-    if layer is None:
-        raise WeightsError(
-            "norm (''): names no norm. Fix: give a norm name such as GW."
-        )
-    return norm_spec(layer) or spec
-
-
-def is_same_norm(first: str, second: str, *, with_eps: bool = True) -> bool:
-    """Return whether two full norm names compute the same in evaluation."""
-    names = {evaluation_spec(first), evaluation_spec(second)}
-    if not with_eps:
-        names = {re.sub(r"\beps=[^,]*", "", name) for name in names}
-    return len(names) == 1
 
 
 def positions_of(network: Architecture, norms: Mapping[str, str]) -> Positions:
