@@ -57,19 +57,12 @@ def check_coco(
         )
 
         reader.record = "bbox or segmentation"
-        learnable = 0
         if sound:
-            faults, is_lost = shape_faults(sound, images, needs)
-            learnable = int(np.count_nonzero(~is_lost))
-            for fault, flags in faults.items():
+            for fault, flags in shape_faults(sound, images, needs).items():
                 found[fault] += [sound[i]["id"] for i in np.flatnonzero(flags)]
         if not (needs.training or is_filled_in):
             _check_evaluated_fields({**content, "annotations": sound}, needs, found)
 
-    if needs.training and not learnable:
-        raise DataError(
-            "nothing to learn from: no annotation, or only crowds and objects without area or mask"
-        )
     describe(found, len(annotations), "annotations", report, "ids ")
     twins = [name for name, count in Counter(categories.values()).items() if count > 1]
     if twins:

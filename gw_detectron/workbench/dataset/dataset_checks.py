@@ -142,11 +142,16 @@ class _DatasetChecks:
         content = source.content
         report.warnings += source.notes
         check_coco(content, needs, report, is_filled_in=source.is_filled_in)
-        self.fingerprints[name] = source.fingerprint
-        self.classes[name] = source.fingerprint.classes
-        is_empty = not len(source.fingerprint.boxes)
+        data = source.fingerprint
+        self.fingerprints[name] = data
+        self.classes[name] = data.classes
+        if needs.training and not len(data.boxes):
+            report.errors.append(
+                "nothing to learn from: no annotation, or only crowds and objects without area or polygon. Fix: correct "
+                "the file."
+            )
         # the official test images have no annotations
-        if is_empty and not needs.training and "annotations" in content:
+        elif not len(data.boxes) and "annotations" in content:
             report.warnings.append(
                 "no object to evaluate: AP is not a number. Fix: give other images."
             )

@@ -22,8 +22,8 @@ _AREA_RANGES = {"APs": (0, 32**2), "APm": (32**2, 96**2), "APl": (96**2, math.in
 class Fingerprint:
     """Images and objects of COCO files.
 
-    An object can be learned if it is not a crowd, its image and category are listed, and its box has an area inside the
-    image. Only such objects are in the arrays.
+    An object can be learned if it is not a crowd, its image and category are listed, its box has an area inside the
+    image, and its polygons, if it has some, are not all invalid. Only such objects are in the arrays.
     """
 
     classes: list[str]  # in the order of the category ids
@@ -129,14 +129,15 @@ def read_fingerprint(content: Any) -> Fingerprint:
                 continue
             visibility = (annotation.get("keypoints") or ())[2::3]
             keypoints[image] += np.count_nonzero(np.array(visibility) > 0)
-            if annotation.get("iscrowd"):
+            mask = annotation.get("segmentation")
+            if annotation.get("iscrowd") or not _is_recorded(mask):
                 continue
-            is_annotated[image] |= _is_recorded(annotation.get("segmentation"))
+            is_annotated[image] = True
             box = _clipped(annotation.get("bbox"), sizes[image])
             if box is not None:
                 area = float(annotation.get("area") or box[0] * box[1])
                 objects.append((*box, area, image, category))
-                masks[_mask_kind(annotation.get("segmentation"))] += 1
+                masks[_mask_kind(mask)] += 1
 
     table = np.array(objects, float).reshape(-1, 5)
     return Fingerprint(

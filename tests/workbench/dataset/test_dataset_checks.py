@@ -17,6 +17,7 @@ from gw_detectron.config import shipped_configs
 from gw_detectron.errors import DataError, MissingPackageError
 from gw_detectron.weights import RUN_RECORD_KEY, RunRecord
 from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds
+from gw_detectron.workbench.dataset.fingerprint import read_fingerprint
 
 from ..sound_run import coco_content, coco_faults, only_error
 
@@ -453,7 +454,7 @@ def test_a_config_that_crops_polygons_needs_shapely(monkeypatch):
 
 
 def assert_not_learned(changes, needs):
-    """Change one of two annotations, which is a warning, then both, which is an error."""
+    """Change one of two annotations, which is a warning, then both, which leaves no object."""
     content = coco_content()
     first, second = content["annotations"]
     second |= changes
@@ -463,9 +464,21 @@ def assert_not_learned(changes, needs):
     assert not errors
     assert "1 of 2 annotations" in warning
 
+    assert len(read_fingerprint(content).boxes) == 1
     first |= changes
-    with pytest.raises(DataError, match="nothing to learn"):
-        coco_faults(content, needs._replace(training=True))
+    assert len(read_fingerprint(content).boxes) == 0
+
+
+def test_a_dataset_without_objects(check, coco, content):
+    for annotation in content["annotations"]:
+        annotation["iscrowd"] = 1
+    coco()
+
+    report = check()
+
+    assert "nothing to learn from" in only_error(report)
+    assert any("no object to evaluate" in warning for warning in report.warnings)
+    assert not check(eval_only=True).errors
 
 
 @NEEDS
