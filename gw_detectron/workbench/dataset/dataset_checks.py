@@ -147,8 +147,8 @@ class _DatasetChecks:
         self.classes[name] = data.classes
         if needs.training and not len(data.boxes):
             report.errors.append(
-                "nothing to learn from: no annotation, or only crowds and objects without area or polygon. Fix: correct "
-                "the file."
+                "nothing to learn from: no annotation, or only crowds and objects without area or polygon. "
+                "Fix: correct the file."
             )
         # the official test images have no annotations
         elif not len(data.boxes) and "annotations" in content:

@@ -67,8 +67,9 @@ def check_run(
     model = check_model(cfg, start, report, eval_only=eval_only)
     _check_evaluation(cfg, model, report)
 
-    fingerprints = _check_data(cfg, start, report, eval_only=eval_only)
-    if fingerprints is not None and not own_evaluator:
+    trained = trained_classes(start.opened) if eval_only or start.resumed else None
+    fingerprints = check_datasets(cfg, report, eval_only=eval_only, trained=trained)
+    if not own_evaluator:
         for name in cfg.DATASETS.TEST:
             problem = wrong_evaluator(cfg, name) if name in DatasetCatalog else ""
             if problem:
@@ -76,7 +77,7 @@ def check_run(
     if not eval_only:
         _check_kept_weights(cfg, report)
         if not own_evaluator:
-            _check_best_score(cfg, fingerprints or {}, report)
+            _check_best_score(cfg, fingerprints, report)
 
     if not report.errors:
         start.fetch()
@@ -84,22 +85,6 @@ def check_run(
         report.unchecked = f"MODEL.WEIGHTS ('{start.address}'): not fetched or checked until this is corrected."
     check_start_weights(cfg, start, model, report, allow_partial=allow_partial)
     return report
-
-
-def _check_data(
-    cfg: CfgNode, start: LazyCheckpoint, report: CheckReport, *, eval_only: bool
-) -> dict[str, Fingerprint] | None:
-    """Check and return the datasets; None if ``DATASETS`` does not list them."""
-    texts = [key for key in ("TRAIN", "TEST") if isinstance(cfg.DATASETS[key], str)]
-    for key in texts:
-        name = cfg.DATASETS[key]
-        report.errors.append(
-            f"DATASETS.{key} ({name!r}): a text instead of a tuple. Fix: write ({name!r},)."
-        )
-    if texts:
-        return None
-    trained = trained_classes(start.opened) if eval_only or start.resumed else None
-    return check_datasets(cfg, report, eval_only=eval_only, trained=trained)
 
 
 def _check_device(device: str, report: CheckReport) -> None:
