@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torchvision
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog
 from torch.torch_version import TorchVersion
 
 from ...config import anchor_strides, get_value, training_sides
@@ -377,7 +376,7 @@ def _kept_weights(recipe: _Recipe) -> None:
     dense = ""
     # the checks before a run name the fault
     with contextlib.suppress(DataError, OSError):
-        source = open_dataset(name) if name in DatasetCatalog else None
+        source = open_dataset(name)
         if source is not None:
             dense = source.fingerprint.dense_score(task, cfg.TEST.DETECTIONS_PER_IMAGE)
 

@@ -7,7 +7,7 @@ find the open source by the name of the dataset, as they find its records in Det
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from detectron2.config import CfgNode
@@ -24,7 +24,7 @@ from .coco_content import (
 from .datasets_yaml import CocoDataset, CocoDatasets, write_datasets
 from .layouts import LabelSet, is_layout, read_labels
 from .metadata import coco_metadata
-from .source import CocoSource, own_source
+from .source import CocoSource, is_foreign, own_source, own_sources
 
 
 def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
@@ -128,7 +128,7 @@ def _register(name: str, source: CocoSource) -> None:
         raise ConfigError(
             f"dataset ('{name}'): not a name. Fix: use letters, digits, '_', '-' and '.' only."
         )
-    if name in DatasetCatalog and own_source(name) is None:
+    if is_foreign(name):
         raise ConfigError(
             f"dataset ('{name}'): belongs to another dataset already. Fix: choose another name."
         )
@@ -141,13 +141,12 @@ def _register(name: str, source: CocoSource) -> None:
 
 
 def open_dataset(name: str) -> CocoSource | None:
-    """Return the open source of a registered dataset, else open its json; None without one.
+    """Return the open source of a dataset, else open its json; None without one.
 
-    A dataset that is a Python function has no json.
+    A dataset that is a Python function has no json, and so has an unknown name.
     """
-    source = own_source(name)
-    if source is not None:
-        return source
+    if not is_foreign(name):
+        return own_source(name)
     metadata = MetadataCatalog.get(name)
     path = metadata.get("json_file")
     if not path:
@@ -161,17 +160,10 @@ def record_datasets(cfg: CfgNode, folder: str, run_folder: str = "") -> None:
 
     This is when a run begins. See :func:`.datasets_yaml.write_datasets`.
     """
-    train = _own_datasets(cfg.DATASETS.TRAIN)
-    val = _own_datasets(cfg.DATASETS.TEST)
-    write_datasets(CocoDatasets(train, val), folder, run_folder)
-
-
-def _own_datasets(names: Iterable[str]) -> dict[str, CocoDataset]:
-    """Write the derived files of own datasets; return the datasets by name."""
-    datasets = {}
-    for name in names:
-        source = own_source(name)
-        if source is not None:
+    datasets = CocoDatasets()
+    roles = {"train": cfg.DATASETS.TRAIN, "val": cfg.DATASETS.TEST}
+    for role, names in roles.items():
+        for name, source in own_sources(names).items():
             source.write()
-            datasets[name] = source.dataset
-    return datasets
+            getattr(datasets, role)[name] = source.dataset
+    write_datasets(datasets, folder, run_folder)

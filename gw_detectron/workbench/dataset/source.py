@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -125,3 +125,14 @@ def own_source(name: str) -> CocoSource | None:
     """Return the source of a dataset that this package has registered, None for any other name."""
     source = getattr(DatasetCatalog.data.get(name), "__self__", None)
     return source if isinstance(source, CocoSource) else None
+
+
+def own_sources(names: Iterable[str]) -> dict[str, CocoSource]:
+    """Return the sources of the datasets that this package has registered, by name."""
+    sources = {name: own_source(name) for name in names}
+    return {name: source for name, source in sources.items() if source is not None}
+
+
+def is_foreign(name: str) -> bool:
+    """Return whether a dataset is registered, but not by this package."""
+    return name in DatasetCatalog and own_source(name) is None

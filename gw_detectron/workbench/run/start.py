@@ -21,7 +21,7 @@ from ...errors import CheckReport, ConfigError
 from ...weights import LazyCheckpoint, open_start_weights
 from ...weights.opening import local_file
 from ..dataset.registration import record_datasets
-from ..dataset.source import CocoSource, own_source
+from ..dataset.source import CocoSource, own_sources
 from .checks import check_run
 from .folder import check_output, lock_output, remove_files, stale_output
 from .logs import log_to
@@ -52,7 +52,7 @@ class OpenRun:
                     remove_unfinished(os.path.join(folder, part))
                 _write_record(self.cfg, folder, replaces=not self.weights.resumed)
         with in_all_processes():  # another machine may not share the folder
-            for source in _sources(self.cfg):
+            for source in _sources(self.cfg).values():
                 source.write()
 
 
@@ -114,7 +114,7 @@ def open_run(
             is_first = not (eval_only or weights.resumed)
             stale: list[Path] = []
             if is_main:
-                origins = [source.origin for source in _sources(cfg)]
+                origins = [source.origin for source in _sources(cfg).values()]
                 stale = stale_output(
                     output,
                     metrics=is_first,
@@ -131,11 +131,9 @@ def open_run(
         return OpenRun(cfg, weights, lock.pop_all(), stale)
 
 
-def _sources(cfg: CfgNode) -> list[CocoSource]:
+def _sources(cfg: CfgNode) -> dict[str, CocoSource]:
     """Return the open datasets of a run."""
-    names = dict.fromkeys((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
-    sources = map(own_source, names)
-    return [source for source in sources if source is not None]
+    return own_sources((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
 
 
 def _log_to_folder(cfg: CfgNode, folder: str, *, eval_only: bool) -> None:
