@@ -8,7 +8,8 @@ from typing import Any
 
 from ....config import parse_config
 from ....errors import ConfigError, DataError
-from .files import list_files, only_images, read_text
+from ...images.image_files import list_files, only_images
+from .files import read_text
 
 YAML = (".yaml", ".yml")
 _NAME_FILES = ("classes.txt", "obj.names", "*.names", "_darknet.labels")

@@ -9,33 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ....errors import DataError, summarize_names
-from ...images.image_files import IMAGE_SUFFIXES
+from ...images.image_files import list_files, only_images
 
 #: names of folders, and ends of file names, of masks
 MASK_NAME = re.compile(
     r"(?i)(^|[_-])((cp_)?masks?|labels?|instances?|seg|Segmentation(Class|Object))([_-]?\d+)?$"
 )
 _MOST_BYTES = 2**24  # of a label file
-
-
-def list_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """List the files below a folder and in linked folders, sorted; hidden ones are left out."""
-    seen = set()
-    files = []
-    for place, below, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen:
-            below.clear()
-            continue
-        seen.add(real)
-        below[:] = [name for name in below if not name.startswith((".", "__MACOSX"))]
-        files += [Path(place, name) for name in names if not name.startswith(".")]
-    return sorted(files)
-
-
-def only_images(files: Iterable[Path]) -> list[Path]:
-    """Return the image files among others."""
-    return [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
 
 
 def read_bytes(path: Path) -> bytes:

@@ -10,9 +10,10 @@ import numpy as np
 
 from ....errors import DataError, printable, summarize_names
 from ...images.headers import open_header, orientation
+from ...images.image_files import list_files
 from .content import ContentBuilder, Layout, with_progress
 from .data_yaml import find_names
-from .files import label_of_each, list_files, photos_of, read_bytes, read_text
+from .files import label_of_each, photos_of, read_bytes, read_text
 
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 _DECLARATION = r"\s*<\?xml[^>]*\?>"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ....errors import DataError, summarize_names
+from ...images.image_files import only_images
 from .content import ContentBuilder, Layout, with_progress
 from .data_yaml import (
     find_names,
@@ -23,7 +24,6 @@ from .files import (
     label_names,
     label_of_each,
     note_left_out,
-    only_images,
     photos_of,
     plain_name,
     read_text,
