@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -77,10 +77,8 @@ class Fingerprint:
     @cached_property
     def images_per_class(self) -> np.ndarray:
         """Number of images with each class, (C)."""
-        pairs = np.unique(self.image * max(1, len(self.classes)) + self.category)
-        return np.bincount(
-            pairs % max(1, len(self.classes)), minlength=len(self.classes)
-        )
+        pairs = np.unique([self.image, self.category], axis=1)
+        return np.bincount(pairs[1], minlength=len(self.classes))
 
     def scored_objects(self, score: str) -> int:
         """Return the number of objects that an AP counts, by its name: APs, APm, APl, AP-CLASS or another one."""
@@ -157,17 +155,20 @@ def join_fingerprints(parts: Sequence[Fingerprint]) -> Fingerprint:
     """Join the fingerprints of files that have the same classes."""
     counts = [len(part.images) for part in parts]
     first = np.cumsum(counts) - counts  # image of each part
-    shifted = [part.image + start for part, start in zip(parts, first, strict=True)]
+    shifted = [
+        replace(part, image=part.image + start)
+        for part, start in zip(parts, first, strict=True)
+    ]
+
+    joined = {
+        field.name: np.concatenate([getattr(part, field.name) for part in shifted])
+        for field in fields(Fingerprint)
+        if field.type is np.ndarray
+    }
     return Fingerprint(
         classes=max((part.classes for part in parts), key=len),
-        images=np.concatenate([part.images for part in parts]),
-        boxes=np.concatenate([part.boxes for part in parts]),
-        areas=np.concatenate([part.areas for part in parts]),
-        image=np.concatenate(shifted),
-        category=np.concatenate([part.category for part in parts]),
-        is_annotated=np.concatenate([part.is_annotated for part in parts]),
-        keypoints=np.concatenate([part.keypoints for part in parts]),
         masks=sum((part.masks for part in parts), Counter()),
+        **joined,
     )
 
 
