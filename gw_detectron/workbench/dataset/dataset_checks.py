@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import unicodedata
 from collections import Counter, defaultdict
@@ -293,33 +294,37 @@ def _have_same_classes(
 def _check_keypoint_names(
     cfg: CfgNode, datasets: Iterable[str], report: CheckReport
 ) -> None:
-    """Add an error for each dataset whose names of keypoints do not fit the model or its flips."""
+    """Compare the keypoint names of datasets with the model, their flips and each other."""
     points = cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS
     first: list[str] = []
-    for name in datasets:
-        if name not in DatasetCatalog:
+    for name in filter(DatasetCatalog.__contains__, datasets):
+        names = list(MetadataCatalog.get(name).get("keypoint_names") or ())
+        is_trained = name in cfg.DATASETS.TRAIN
+        if not (names or is_trained):  # an evaluation needs none
             continue
-        metadata = MetadataCatalog.get(name)
-        names = list(metadata.get("keypoint_names") or ())
-        flipped = {
-            part for pair in metadata.get("keypoint_flip_map") or () for part in pair
-        }
-        order: list[int] = []
-        # AttributeError: no names or pairs; ValueError: a pair with another name
-        with contextlib.suppress(AttributeError, ValueError):
-            order = create_keypoint_hflip_indices(name)
-        if not order and name not in cfg.DATASETS.TRAIN:
-            continue
-
         first = first or names
-        twice = [order[index] for index in order]
-        if names != first or flipped - {*names} or twice != list(range(points)):
+        is_unfit = is_trained and not _can_be_flipped(name, points)
+        if names != first or is_unfit:
             listed = summarize_names(map(str, names), 20)
             report.errors.append(
                 f"keypoint_names of {name} ({listed}): not one name for each of {points} keypoints "
                 "(MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS), in at most one pair of keypoint_flip_map, the same in all "
                 f"datasets. {_KEYPOINT_FIX}"
             )
+
+
+def _can_be_flipped(name: str, points: int) -> bool:
+    """Return whether two flips of a dataset's images bring each of ``points`` keypoints back."""
+    try:
+        order = create_keypoint_hflip_indices([name])
+    # AttributeError: no names or pairs; ValueError: a name in a pair with an unknown one
+    except (AttributeError, ValueError):
+        return False
+
+    metadata = MetadataCatalog.get(name)
+    paired = set(itertools.chain(*metadata.keypoint_flip_map))
+    twice = [order[index] for index in order]
+    return twice == list(range(points)) and paired.issubset(metadata.keypoint_names)
 
 
 def _check_trained_classes(
