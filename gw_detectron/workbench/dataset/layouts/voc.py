@@ -11,7 +11,7 @@ import numpy as np
 from ....errors import DataError, printable, summarize_names
 from ...images.headers import open_header, orientation
 from ...images.image_files import list_files
-from .content import ContentBuilder, Layout, with_progress
+from .content import ContentBuilder, Layout, clipped_box, with_progress
 from .data_yaml import find_names
 from .files import label_of_each, photos_of, read_bytes, read_text
 
@@ -97,7 +97,7 @@ def _read_voc(
             edges = _edges(each, where)
             if turn is not None:
                 edges = _turned(edges, size, turn)
-            box = _coco_box(edges, size)
+            box = clipped_box(edges, image)
 
             # VOC neither trains on nor counts difficult objects, as COCO with crowds
             is_difficult = _flag(each, "difficult")
@@ -181,13 +181,6 @@ def _turned(
         if is_reversed:
             edges[[axis, axis + 2]] = size[axis] - edges[[axis + 2, axis]]
     return edges
-
-
-def _coco_box(edges: np.ndarray, size: tuple[int, int]) -> list[float]:
-    """Return x, y, width and height in the photo; one without an area is left to the checks."""
-    limits = np.tile(size, 2)
-    low, high = np.split(np.clip(edges, 0, limits), 2)
-    return [*low.tolist(), *(high - low).clip(min=0).tolist()]
 
 
 def _check_sizes(wrong: Sequence[Any], count: int, notes: list[str]) -> None:
