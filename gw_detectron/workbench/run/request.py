@@ -121,17 +121,14 @@ class RunRequest:
     @classmethod
     def from_flags(cls, args: argparse.Namespace) -> "RunRequest":
         """Take a request from parsed flags; flags of other programs are left out."""
-        flags = vars(args)
-        own = {f.name: flags[f.name] for f in fields(cls) if flags.get(f.name)}
-        opts = tuple(flags.get("opts") or ())
+        flags = {key: value for key, value in vars(args).items() if value is not None}
+        data = {f.name: flags[f.name] for f in fields(DatasetFlags) if f.name in flags}
+        own = {f.name: flags[f.name] for f in fields(cls) if f.name in flags}
+
+        opts = tuple(own.get("opts", ()))
         own["opts"] = opts[1:] if opts[:1] == ("--",) else opts  # argparse keeps it
-        own["num_gpus"] = flags.get("num_gpus", 1)
-        # 0 is refused, not left out
-        for name in ("epochs", "minutes"):
-            own[name] = flags.get(name)
-        names = [f.name for f in fields(DatasetFlags)]
-        data = DatasetFlags(**{name: flags.get(name) for name in names})
-        return cls(**{**own, "data": data})
+        own["data"] = DatasetFlags(**data)
+        return cls(**own)
 
     def changes(self, key: str) -> bool:
         """Return whether the user has set a config key beside the yaml."""
