@@ -19,6 +19,7 @@ from ...modeling.build import object_count_keys
 from ...weights.opening import is_detector
 from ..images import evenly_spread, is_deep
 from .coco_content import complete_coco
+from .coco_scores import coco_tasks
 from .datasets_yaml import CocoDataset
 from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, join_fingerprints
 from .layouts import read_labels
@@ -366,12 +367,7 @@ def _kept_weights(recipe: _Recipe) -> None:
     cfg = recipe.cfg
     if not cfg.DATASETS.TEST or not cfg.TEST.EVAL_PERIOD or cfg.TEST.BEST:
         return
-    task = "bbox"
-    if cfg.MODEL.MASK_ON:
-        task = "segm"
-    if cfg.MODEL.KEYPOINT_ON:
-        task = "keypoints"
-
+    task = coco_tasks(cfg)[-1]
     name = cfg.DATASETS.TEST[0]
     dense = ""
     # the checks before a run name the fault

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...errors import CheckReport, ConfigError, first_line
 from ...weights import LazyCheckpoint, trained_classes
-from ..dataset.coco_scores import COCO_TASKS
+from ..dataset.coco_scores import COCO_TASKS, coco_tasks
 from ..dataset.dataset_checks import check_datasets, wrong_evaluator
 from ..dataset.fingerprint import Fingerprint
 from ..images.augmentations import build_augmentations
@@ -195,13 +195,7 @@ def _scores(
 def _tasks(cfg: CfgNode) -> list[str]:
     """Return the tasks that a model is evaluated on."""
     kind = cfg.MODEL.META_ARCHITECTURE
-    tasks = []
-    if kind != "SemanticSegmentor":
-        tasks.append("bbox")
-        if cfg.MODEL.MASK_ON:
-            tasks.append("segm")
-        if cfg.MODEL.KEYPOINT_ON:
-            tasks.append("keypoints")
+    tasks = [] if kind == "SemanticSegmentor" else [*coco_tasks(cfg)]
     if kind in ("SemanticSegmentor", "PanopticFPN"):
         tasks.append("sem_seg")
     if kind == "PanopticFPN" and importlib.util.find_spec("panopticapi"):
