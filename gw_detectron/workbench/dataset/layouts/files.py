@@ -15,21 +15,11 @@ from ...images.image_files import list_files, only_images
 MASK_NAME = re.compile(
     r"(?i)(^|[_-])((cp_)?masks?|labels?|instances?|seg|Segmentation(Class|Object))([_-]?\d+)?$"
 )
-_MOST_BYTES = 2**24  # of a label file
-
-
-def read_bytes(path: Path) -> bytes:
-    """Read a label file; a huge one is a DataError."""
-    if path.stat().st_size > _MOST_BYTES:
-        raise DataError(
-            f"'{path}': more than 16 MiB, too much for the labels of a photo. Fix: remove or split it."
-        )
-    return path.read_bytes()
 
 
 def read_text(path: Path) -> str:
     """Read a label file in UTF-8, or in UTF-16 with its mark, as PowerShell writes it."""
-    content = read_bytes(path)
+    content = path.read_bytes()
     is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
         return content.decode("utf-16" if is_utf16 else "utf-8-sig")

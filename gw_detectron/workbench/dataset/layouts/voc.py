@@ -13,7 +13,7 @@ from ...images.headers import open_header, orientation
 from ...images.image_files import list_files
 from .content import ContentBuilder, Layout, clipped_box, with_progress
 from .data_yaml import find_names
-from .files import label_of_each, photos_of, read_bytes, read_text
+from .files import label_of_each, photos_of, read_text
 
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 _DECLARATION = r"\s*<\?xml[^>]*\?>"
@@ -116,7 +116,7 @@ def _read_voc(
 
 def _parse(path: Path) -> ElementTree.Element:
     """Parse an .xml file of any encoding that it declares; else UTF-8, or UTF-16 by its mark."""
-    content = read_bytes(path)
+    content = path.read_bytes()
     declared = re.match(rb"\s*<\?xml[^>]*encoding=[\"']([\w-]+)", content)
     encoding = declared[1].decode() if declared else "utf-8-sig"
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
