@@ -165,22 +165,26 @@ def _deep_images(
         recipe.set("INPUT.PERCENTILES", [cut, 100 - cut], reason)
 
 
-def _classes_and_masks(recipe: _Recipe, data: Fingerprint) -> None:
-    for key in object_count_keys(recipe.cfg):
-        recipe.set(key, len(data.classes), "the categories of the json")
+def class_values(cfg: CfgNode, data: Fingerprint) -> dict[str, Any]:
+    """Return the config keys that follow from classes and, where masks are RLE, from their format."""
+    values: dict[str, Any] = {}
+    if data.classes:
+        values = dict.fromkeys(object_count_keys(cfg), len(data.classes))
+    if data.masks["rle"]:
+        # in which Detectron2 reads RLE, also for validation losses
+        values["INPUT.MASK_FORMAT"] = "bitmask"
+    return values
 
-    objects, without_mask, run_lengths = (
-        len(data.boxes),
-        data.masks["none"],
-        data.masks["rle"],
-    )
+
+def _classes_and_masks(recipe: _Recipe, data: Fingerprint) -> None:
+    for key, value in class_values(recipe.cfg, data).items():
+        recipe.set(key, value, "as in the annotations")
+
+    objects = len(data.boxes)
+    without_mask = data.masks["none"]
     if recipe.cfg.MODEL.MASK_ON and without_mask > objects / 2:  # the checks name fewer
         reason = f"{without_mask:,} of {objects:,} objects have no mask"
         recipe.set("MODEL.MASK_ON", False, reason)
-    if run_lengths:
-        recipe.set(
-            "INPUT.MASK_FORMAT", "bitmask", f"{run_lengths:,} masks are run lengths"
-        )
 
 
 def _image_size(recipe: _Recipe, data: Fingerprint) -> None:

@@ -11,11 +11,11 @@ from detectron2.config import CfgNode
 
 from ...atomic import atomic_write
 from ...errors import ConfigError, DataError, summarize_names
-from ...modeling.build import object_count_keys
 from ...weights.opening import local_file
 from ..dataset.coco_content import MALFORMED, read_json
 from ..dataset.datasets_yaml import DATASETS_FILE, CocoDatasets, read_datasets
 from ..dataset.layouts import labels_digest
+from ..dataset.recipe import class_values
 from ..dataset.registration import register_datasets
 from ..dataset.source import is_foreign, own_sources
 from .request import RunRequest
@@ -57,25 +57,14 @@ def use_datasets(cfg: CfgNode, request: RunRequest) -> None:
     values: dict[str, Any] = {"DATASETS.TEST": tuple(named.val)}
     if named.train:
         values["DATASETS.TRAIN"] = tuple(named.train)
-    values |= _class_values(cfg, [*named.train, *named.val])
+    sources = own_sources([*named.train, *named.val])
+    # the first dataset decides
+    for source in reversed(sources.values()):
+        with contextlib.suppress(OSError, DataError):  # the checks report why
+            values |= class_values(cfg, source.fingerprint)
     for key, value in values.items():
         if not request.changes(key):
             cfg.merge_from_list([key, value])
-
-
-def _class_values(cfg: CfgNode, names: list[str]) -> dict[str, Any]:
-    """Return the config keys of the classes in the first readable dataset, and of the mask format."""
-    keys = set(object_count_keys(cfg))
-    values: dict[str, Any] = {}
-    for source in own_sources(names).values():
-        with contextlib.suppress(OSError, DataError):  # the checks report why
-            data = source.fingerprint
-            if data.classes and not keys.intersection(values):
-                values |= dict.fromkeys(keys, len(data.classes))
-            if data.masks["rle"]:
-                # in which Detectron2 reads RLE, also for validation losses
-                values["INPUT.MASK_FORMAT"] = "bitmask"
-    return values
 
 
 def use_recorded_datasets(
