@@ -75,9 +75,7 @@ def check_run(
             if problem:
                 report.errors.append(problem)
     if not eval_only:
-        _check_kept_weights(cfg, report)
-        if not own_evaluator:
-            _check_best_score(cfg, fingerprints, report)
+        _check_kept_weights(cfg, fingerprints, report, own_evaluator=own_evaluator)
 
     if not report.errors:
         start.fetch()
@@ -127,7 +125,13 @@ def _check_schedule(cfg: CfgNode, report: CheckReport) -> None:
         )
 
 
-def _check_kept_weights(cfg: CfgNode, report: CheckReport) -> None:
+def _check_kept_weights(
+    cfg: CfgNode,
+    fingerprints: Mapping[str, Fingerprint],
+    report: CheckReport,
+    *,
+    own_evaluator: bool,
+) -> None:
     """Check the keys that decide which weights are kept, and when the training ends."""
     decay = cfg.SOLVER.EMA
     best = cfg.TEST.BEST
@@ -135,6 +139,7 @@ def _check_kept_weights(cfg: CfgNode, report: CheckReport) -> None:
         report.errors.append(
             f"SOLVER.EMA ({decay}): not from 0 to below 1. Fix: give e.g. 0.999, or 0.0 for none."
         )
+
     if cfg.TEST.PATIENCE and not best:
         report.errors.append(
             f"TEST.PATIENCE ({cfg.TEST.PATIENCE}): TEST.BEST names no score. Fix: set it, e.g. bbox/AP."
@@ -144,14 +149,15 @@ def _check_kept_weights(cfg: CfgNode, report: CheckReport) -> None:
             f"TEST.BEST ('{best}'): needs evaluations during the training; TEST.EVAL_PERIOD is {cfg.TEST.EVAL_PERIOD}, "
             f"DATASETS.TEST {cfg.DATASETS.TEST}. Fix: set both, or TEST.BEST ''."
         )
+    elif best and not own_evaluator:
+        _check_best_score(cfg, fingerprints, report)
 
 
 def _check_best_score(
     cfg: CfgNode, fingerprints: Mapping[str, Fingerprint], report: CheckReport
 ) -> None:
+    """Check that the evaluation has the score of ``TEST.BEST``, and objects for it."""
     best = cfg.TEST.BEST
-    if not best or cfg.TEST.EVAL_PERIOD <= 0 or not cfg.DATASETS.TEST:
-        return
     scores = _scores(cfg, fingerprints)
     if best not in scores:
         report.errors.append(
