@@ -256,7 +256,7 @@ def _check_norm(
 def _read_labels_once(what: Comparison, cfg: CfgNode) -> Comparison:
     """Write labels that are not a COCO json to the comparison's folder, for all its runs."""
     sources = own_sources((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
-    if not any(source.layout for source in sources.values()):
+    if not any(source.labels.layout for source in sources.values()):
         return what
     files = {}
     for scored in (True, False) if what.test else (False,):

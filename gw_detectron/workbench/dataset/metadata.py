@@ -20,7 +20,7 @@ def coco_metadata(source: CocoSource) -> dict[str, Any]:
         "json_file": dataset.json,
         "image_root": dataset.images,
         "evaluator_type": "coco",
-        "source": source.origin,
+        "source": source.labels.path,
         "made_by": dataset.made_by,
     }
     points = dataset.keypoint_names or _keypoint_names(content)

@@ -74,7 +74,8 @@ def auto_config(
     """
     labels = read_labels(os.fspath(json), os.fspath(images))
     content, _ = complete_coco(labels.content)
-    source = CocoSource(CocoDataset(labels.path, labels.images), content)
+    dataset = CocoDataset(labels.path, labels.images)
+    source = CocoSource(dataset, labels._replace(content=content))
     reasons = apply_recipe(cfg, [source], epochs=epochs, given=given)
     for line in reasons.values():
         log.info(line)

@@ -86,14 +86,15 @@ def record_sources(cfg: CfgNode, folder: str) -> None:
     sources = {}
     named = own_sources((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
     for name, source in named.items():
-        if not os.path.exists(source.origin):
+        file = source.labels.path
+        if not os.path.exists(file):
             continue
-        is_derived = Path(source.origin).is_relative_to(output)
+        is_derived = Path(file).is_relative_to(output)
         if is_derived and name in known:  # a resumed or evaluated run
             sources[name] = known[name]
         else:
-            digest = labels_digest(source.origin, source.dataset.images)
-            sources[name] = [source.origin, digest]
+            digest = labels_digest(file, source.dataset.images)
+            sources[name] = [file, digest]
     with atomic_write(Path(folder, _SOURCES)) as temporary:
         temporary.write_text(json.dumps(sources, indent=2))
 

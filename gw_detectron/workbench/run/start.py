@@ -114,7 +114,7 @@ def open_run(
             is_first = not (eval_only or weights.resumed)
             stale: list[Path] = []
             if is_main:
-                origins = [source.origin for source in _sources(cfg).values()]
+                origins = [source.labels.path for source in _sources(cfg).values()]
                 stale = stale_output(
                     output,
                     metrics=is_first,
