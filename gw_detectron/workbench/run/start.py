@@ -77,43 +77,31 @@ def open_run(
     may_resume = resume or (resume is None and not overwrite)
     with contextlib.ExitStack() as lock:
         with in_all_processes():
+            # An earlier folder is locked first: another training could write a newer checkpoint than is opened.
+            # A new one is made after the checks, so that a refused run leaves none.
             is_new = not os.path.isdir(folder)
             if is_main and not is_new:
-                # now: another training could write a newer checkpoint than is opened
                 lock.enter_context(lock_output(folder))
             weights = open_start_weights(
                 cfg.MODEL.WEIGHTS, output if may_resume else ""
             )
-            report = CheckReport()
-            if is_main:
-                check_output(
-                    output,
-                    weights,
-                    report,
-                    resume=resume,
-                    keeps=not (eval_only or overwrite),
-                    best=cfg.TEST.BEST,
-                )
-                if ignore_preflight:
-                    # only --overwrite may replace finished work
-                    report.raise_errors()
-                check_run(
-                    cfg,
-                    weights,
-                    report,
-                    eval_only=eval_only,
-                    allow_partial=allow_partial,
-                    own_evaluator=own_evaluator,
-                )
-            if not ignore_preflight:
-                report.raise_errors()
+            report = _check(
+                cfg,
+                weights,
+                resume=resume,
+                keeps=not (eval_only or overwrite),
+                ignore_preflight=ignore_preflight,
+                eval_only=eval_only,
+                allow_partial=allow_partial,
+                own_evaluator=own_evaluator,
+            )
             weights.checkpoint()  # fetches remote weights, raises the error of opening it
-
             if is_main and is_new:
                 lock.enter_context(lock_output(folder))
-            is_first = not (eval_only or weights.resumed)
+
             stale: list[Path] = []
             if is_main:
+                is_first = not (eval_only or weights.resumed)
                 origins = [source.labels.path for source in _sources(cfg).values()]
                 stale = stale_output(
                     output,
@@ -129,6 +117,29 @@ def open_run(
         for warning in report.errors + report.warnings:
             log.warning(warning)
         return OpenRun(cfg, weights, lock.pop_all(), stale)
+
+
+def _check(
+    cfg: CfgNode,
+    weights: LazyCheckpoint,
+    *,
+    resume: bool | None,
+    keeps: bool,
+    ignore_preflight: bool,
+    **run: bool,
+) -> CheckReport:
+    """Check folder and ``run`` on the main process; raise the errors unless they are ignored."""
+    report = CheckReport()
+    if comm.is_main_process():
+        output, best = cfg.OUTPUT_DIR, cfg.TEST.BEST
+        check_output(output, weights, report, resume=resume, keeps=keeps, best=best)
+        if ignore_preflight:
+            # only --overwrite may replace finished work
+            report.raise_errors()
+        check_run(cfg, weights, report, **run)
+    if not ignore_preflight:
+        report.raise_errors()
+    return report
 
 
 def _sources(cfg: CfgNode) -> dict[str, CocoSource]:
