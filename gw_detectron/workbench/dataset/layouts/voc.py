@@ -79,8 +79,7 @@ def _read_voc(
         image = builder.add_photo(photo)
         size = (image["width"], image["height"])
         given = _size(root)
-        with open_header(photo) as file:
-            exif = orientation(file)
+        exif = _orientation_of(photo)
         turn = _TURNS.get(exif) if given == size[::-1] != size else None
         # a half turn, a mirror or a square has no sign of it in the size
         is_clear = exif in _TURNS and given in (size, size[::-1]) and size[0] != size[1]
@@ -88,22 +87,7 @@ def _read_voc(
             unclear.append(photo.name)
         if given not in (None, size) and turn is None:
             wrong_sizes.append(f"'{xml}' has {given[0]} x {given[1]}, '{photo}' {size}")
-
-        for number, each in enumerate(root.iter("object"), start=1):
-            where = f"'{xml}', object {number} ('{printable(_name(each))}')"
-            if not _name(each):
-                raise DataError(f"{where}: has no name. Fix: write its class.")
-
-            edges = _edges(each, where)
-            if turn is not None:
-                edges = _turned(edges, size, turn)
-            box = clipped_box(edges, image)
-
-            # VOC neither trains on nor counts difficult objects, as COCO with crowds
-            is_difficult = _flag(each, "difficult")
-            builder.add_object(
-                image, names.index(_name(each)), box, iscrowd=is_difficult
-            )
+        _add_objects(builder, image, xml, root, names, turn)
 
     _check_sizes(wrong_sizes, len(roots), builder.notes)
     if unclear:
@@ -112,6 +96,36 @@ def _read_voc(
             f"the labeling: {summarize_names(unclear)}. Their boxes are taken as pixels of the upright photo."
         )
     return names
+
+
+def _orientation_of(photo: Path) -> int:
+    with open_header(photo) as file:
+        return orientation(file)
+
+
+def _add_objects(
+    builder: ContentBuilder,
+    image: dict[str, Any],
+    xml: Path,
+    root: ElementTree.Element,
+    names: Sequence[str],
+    turn: tuple[bool, bool] | None,
+) -> None:
+    """Add the objects of an .xml file, whose boxes may be of the photo before a ``turn``."""
+    size = (image["width"], image["height"])
+    for number, each in enumerate(root.iter("object"), start=1):
+        name = _name(each)
+        where = f"'{xml}', object {number} ('{printable(name)}')"
+        if not name:
+            raise DataError(f"{where}: has no name. Fix: write its class.")
+
+        edges = _edges(each, where)
+        if turn is not None:
+            edges = _turned(edges, size, turn)
+        box = clipped_box(edges, image)
+        # VOC neither trains on nor counts difficult objects, as COCO with crowds
+        is_crowd = int(_is_difficult(each))
+        builder.add_object(image, names.index(name), box, iscrowd=is_crowd)
 
 
 def _parse(path: Path) -> ElementTree.Element:
@@ -143,8 +157,8 @@ def _name(each: ElementTree.Element) -> str:
     return each.findtext("name", "").strip()
 
 
-def _flag(each: ElementTree.Element, name: str) -> int:
-    return int(each.findtext(name, "").strip().lower() in ("1", "true", "yes"))
+def _is_difficult(each: ElementTree.Element) -> bool:
+    return each.findtext("difficult", "").strip().lower() in ("1", "true", "yes")
 
 
 def _size(root: ElementTree.Element) -> tuple[int, int] | None:
