@@ -105,11 +105,6 @@ def names_in(tree: Mapping[str, Any], path: Path) -> list[str]:
             f"'{path}', names: not a list of texts, or numbers from 0 without a gap. Fix: write names: [cat, dog], "
             "and yes, no, on and off in quotes."
         )
-    count = tree.get("nc", len(names))
-    if count != len(names):
-        raise ConfigError(
-            f"'{path}', nc ({count}): names has {len(names)} classes. Fix: correct one of them."
-        )
     return names
 
 
