@@ -19,6 +19,7 @@ from detectron2.data.detection_utils import create_keypoint_hflip_indices
 from ...errors import CheckReport, DataError, similar_names, summarize_names
 from ...modeling.build import CLASS_COUNTS
 from ..images import content_key, evenly_spread, find_images, read_header
+from ..images.headers import ImageError
 from .annotation_checks import check_coco
 from .data_fit import check_fit
 from .faults import (
@@ -202,12 +203,9 @@ class _DatasetChecks:
             try:
                 header = read_header(path, percentiles)
                 key = content_key(path)
-            except DataError as error:
-                _, _, text = str(error).rstrip(".").partition("): ")
-                reason, _, fix = text.removeprefix("cannot be read: ").partition(
-                    ". Fix: "
-                )
-                found[Fault(f"cannot be used: {reason}", fix)].append(file)
+            except ImageError as error:
+                fault = Fault(f"cannot be read: {error.reason}", error.fix)
+                found[fault].append(file)
                 continue
             if (header.width, header.height) != (image["width"], image["height"]):
                 size = f"{header.width} x {header.height}"

@@ -33,6 +33,7 @@ from . import headers
 from .headers import (
     READ_ERRORS,
     check_bits,
+    image_error,
     image_errors,
     image_problem,
     left_out,
@@ -109,8 +110,8 @@ class ImageNamingMapper:
         try:
             example = self.mapper(record | {"file_name": address})
         except READ_ERRORS as error:  # also Detectron2's SizeMismatchError
-            problem = image_problem(name, error, _RECORD_FIX).replace(address, name)
-            raise DataError(f"image ({name!r}): {problem}.") from error
+            problem = image_problem(name, error).replace(address, name)
+            raise image_error(name, problem, _RECORD_FIX) from error
         except Exception as error:
             error.add_note(f"while reading {name}")
             raise

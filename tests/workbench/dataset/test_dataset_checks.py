@@ -241,7 +241,7 @@ def test_images_that_cannot_be_read(check, coco, tmp_path):
 
     first, second = check(DATASETS__TEST=()).errors
 
-    assert "1 of 2 checked images cannot be used: not an image file" in first
+    assert "1 of 2 checked images cannot be read: not an image file" in first
     assert "a.jpg" in first
     assert "more than 8 bits" in second
     assert "Fix: set INPUT.PERCENTILES" in second
