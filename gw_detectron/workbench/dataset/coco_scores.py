@@ -7,13 +7,7 @@ from detectron2.config import CfgNode
 
 _SCORES = ("AP", "AP50", "AP75", "APs", "APm", "APl")  # as COCO's summary begins
 # small objects have no keypoints
-_KEYPOINT_SCORES = (
-    "AP",
-    "AP50",
-    "AP75",
-    "APm",
-    "APl",
-)
+_KEYPOINT_SCORES = ("AP", "AP50", "AP75", "APm", "APl")
 
 
 class CocoTask(NamedTuple):

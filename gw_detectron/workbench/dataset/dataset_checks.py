@@ -1,6 +1,5 @@
 """Check that the datasets of a run are complete and fit the model."""
 
-import contextlib
 import functools
 import itertools
 import os
@@ -18,8 +17,9 @@ from detectron2.data.detection_utils import create_keypoint_hflip_indices
 
 from ...errors import CheckReport, DataError, similar_names, summarize_names
 from ...modeling.build import CLASS_COUNTS
-from ..images import content_key, evenly_spread, find_images, read_header
+from ..images import content_key, evenly_spread, read_header
 from ..images.headers import ImageError
+from ..images.image_files import list_files, only_images
 from .annotation_checks import check_coco
 from .data_fit import check_fit
 from .faults import (
@@ -236,14 +236,13 @@ def _missing_files(root: str, images: Sequence[dict]) -> list[str]:
     if not missing:
         return []
 
-    with contextlib.suppress(DataError, OSError):  # no image at all
-        there = {_plain(str(file)): file for file in find_images(root)}
-        similar = {path: there.get(_plain(path)) for path in missing}
-        return [
-            f"{path} (there is {os.path.relpath(file, root)!a})" if file else path
-            for path, file in similar.items()
-        ]
-    return missing
+    there = {_plain(str(file)): file for file in only_images(list_files(root))}
+    named = []
+    for path in missing:
+        similar = there.get(_plain(path))
+        hint = f" (there is {os.path.relpath(similar, root)!a})" if similar else ""
+        named.append(path + hint)
+    return named
 
 
 def _plain(path: str) -> str:

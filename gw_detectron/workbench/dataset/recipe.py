@@ -36,13 +36,7 @@ _RATIOS = (
 _NOTABLE = 0.02  # a smaller gain of mean overlap changes no anchors
 _RARE = 10  # a class is rare if another one is in so many times more images
 # of images in training: their median is the scale of the evaluation
-_SCALES = (
-    0.75,
-    0.875,
-    1.0,
-    1.125,
-    1.25,
-)
+_SCALES = (0.75, 0.875, 1.0, 1.125, 1.25)
 
 
 def auto_config(
