@@ -145,15 +145,15 @@ class _DatasetChecks:
         report.warnings += source.notes
         check_coco(content, needs, report, is_filled_in=source.is_filled_in)
         data = source.fingerprint
+        is_empty = not len(data.boxes)
+        if is_empty and needs.training:
+            raise DataError(
+                "nothing to learn from: no annotation, or only crowds and objects without area or polygon"
+            )
         self.fingerprints[name] = data
         self.classes[name] = data.classes
-        if needs.training and not len(data.boxes):
-            report.errors.append(
-                "nothing to learn from: no annotation, or only crowds and objects without area or polygon. "
-                "Fix: correct the file."
-            )
         # the official test images have no annotations
-        elif not len(data.boxes) and "annotations" in content:
+        if is_empty and "annotations" in content:
             report.warnings.append(
                 "no object to evaluate: AP is not a number. Fix: give other images."
             )
