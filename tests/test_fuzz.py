@@ -28,11 +28,11 @@ from gw_detectron.config import default_config, flat_items, read_config
 from gw_detectron.errors import DataError, UserError
 from gw_detectron.weights import convert, load_checkpoint, open_checkpoint
 from gw_detectron.workbench.commands import main
-from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
+from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds
 
 from .tiny_run import CONFIG, ROOT
 from .weights.synthetic import make_network
-from .workbench.sound_run import coco_content, config
+from .workbench.sound_run import coco_content, coco_faults, config
 
 LIMIT = 300 * max(1, settings.default.max_examples // 100)  # seconds of a test
 
@@ -242,6 +242,6 @@ def test_any_annotations_get_an_answer(changes, training, masks):
             container.insert(key, copy.deepcopy(container[key]))
 
     try:
-        check_coco(json.loads(json.dumps(content)), DatasetNeeds(training, masks))
+        coco_faults(json.loads(json.dumps(content)), DatasetNeeds(training, masks))
     except ValueError as error:
         assert isinstance(error, DataError) or "digits" in str(error)

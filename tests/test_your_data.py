@@ -12,11 +12,12 @@ import yaml
 
 from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.dataset import read_datasets, register_datasets
-from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
+from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds
 
 from .documentation.pages import blocks, commands, read
 from .photos import photo_names, write_photos
 from .tiny_run import OPTS, ROOT, config_of, environment, key_words
+from .workbench.sound_run import coco_faults
 
 PAGE = read("docs/your_data.md")
 RUNS = [
@@ -70,7 +71,7 @@ def test_the_configs_of_the_table_start_as_it_says(user):
 def test_the_example_of_a_json_is_sound():
     (example,) = blocks("docs/your_data.md", "json")
     for training in (True, False):
-        faults = check_coco(json.loads(example), DatasetNeeds(training, masks=True))
+        faults = coco_faults(json.loads(example), DatasetNeeds(training, masks=True))
         assert faults == ([], [])
 
 

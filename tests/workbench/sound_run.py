@@ -6,6 +6,7 @@ from detectron2.config import CfgNode, get_cfg
 
 from gw_detectron import add_gw_config
 from gw_detectron.errors import CheckReport
+from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
 
 from ..tiny_run import CONFIG, OPTS
 
@@ -55,3 +56,10 @@ def config(folder: Path, **changes: object) -> CfgNode:
 def only_error(report: CheckReport) -> str:
     assert len(report.errors) == 1, report.errors
     return report.errors[0]
+
+
+def coco_faults(content: object, needs: DatasetNeeds) -> tuple[list[str], list[str]]:
+    """Return the errors and warnings of a COCO content."""
+    report = CheckReport()
+    check_coco(content, needs, report)
+    return report.errors, report.warnings

@@ -34,7 +34,7 @@ from ..console import safe_imports
 from ..dataset.datasets_yaml import DATASETS_FILE
 from ..dataset.layouts import YAML, is_layout
 from ..dataset.registration import record_datasets
-from ..dataset.source import own_source
+from ..dataset.source import own_sources
 from ..report.html import write_page
 from ..run import RunRequest, prepare
 from ..run.checks import check_run
@@ -255,8 +255,8 @@ def _check_norm(
 
 def _read_labels_once(what: Comparison, cfg: CfgNode) -> Comparison:
     """Write labels that are not a COCO json to the comparison's folder, for all its runs."""
-    sources = map(own_source, (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
-    if not any(source is not None and source.layout for source in sources):
+    sources = own_sources((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
+    if not any(source.labels.layout for source in sources.values()):
         return what
     files = {}
     for scored in (True, False) if what.test else (False,):

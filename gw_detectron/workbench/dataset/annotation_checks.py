@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import DataError, printable, summarize_names
+from ...errors import CheckReport, DataError, printable, summarize_names
 from . import faults as f
 from .coco_content import (
     LARGEST_ID,
@@ -27,9 +27,13 @@ _Found = dict[Fault, list[Any]]
 
 
 def check_coco(
-    content: Any, needs: DatasetNeeds, *, is_filled_in: bool = False
-) -> tuple[list[str], list[str]]:
-    """Return errors and warnings, which count the annotations with a fault.
+    content: Any,
+    needs: DatasetNeeds,
+    report: CheckReport,
+    *,
+    is_filled_in: bool = False,
+) -> None:
+    """Add errors and warnings to a report that count the annotations with a fault.
 
     What :func:`complete_coco` repairs is checked only in a content that is not completed. Another format is a
     DataError.
@@ -53,26 +57,18 @@ def check_coco(
         )
 
         reader.record = "bbox or segmentation"
-        learnable = 0
         if sound:
-            faults, is_lost = shape_faults(sound, images, needs)
-            learnable = int(np.count_nonzero(~is_lost))
-            for fault, flags in faults.items():
+            for fault, flags in shape_faults(sound, images, needs).items():
                 found[fault] += [sound[i]["id"] for i in np.flatnonzero(flags)]
         if not (needs.training or is_filled_in):
             _check_evaluated_fields({**content, "annotations": sound}, needs, found)
 
-    if needs.training and not learnable:
-        raise DataError(
-            "nothing to learn from: no annotation, or only crowds and objects without area or mask"
-        )
-    errors, warnings = describe(found, len(annotations), "annotations", "ids ")
+    describe(found, len(annotations), "annotations", report, "ids ")
     twins = [name for name, count in Counter(categories.values()).items() if count > 1]
     if twins:
-        warnings.append(
+        report.warnings.append(
             f"categories of one name ({summarize_names(twins)}) are two classes. Fix: rename or join them."
         )
-    return errors, warnings
 
 
 def _check_images(reader: RecordReader, images: Sequence[dict]) -> dict[Any, dict]:

@@ -3,15 +3,11 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from detectron2.config import CfgNode
+
 _SCORES = ("AP", "AP50", "AP75", "APs", "APm", "APl")  # as COCO's summary begins
 # small objects have no keypoints
-_KEYPOINT_SCORES = (
-    "AP",
-    "AP50",
-    "AP75",
-    "APm",
-    "APl",
-)
+_KEYPOINT_SCORES = ("AP", "AP50", "AP75", "APm", "APl")
 
 
 class CocoTask(NamedTuple):
@@ -28,6 +24,12 @@ COCO_TASKS = {
     "segm": CocoTask("mask", "segmentation", _SCORES),
     "keypoints": CocoTask("keypoint", "keypoints", _KEYPOINT_SCORES),
 }
+
+
+def coco_tasks(cfg: CfgNode) -> tuple[str, ...]:
+    """Return the names of COCO's tasks on which a config's model is evaluated."""
+    is_on = {"segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
+    return tuple(task for task in COCO_TASKS if is_on.get(task, True))
 
 
 def counted_detections(task: str) -> int:

@@ -1,12 +1,13 @@
 """Compare a detector's limits, image sizes and anchors with the objects of its datasets."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from detectron2.config import CfgNode
 
 from ...config import get_value
+from ...errors import CheckReport
 from ...modeling.build import object_count_keys
 from .fingerprint import Fingerprint, anchor_shapes, best_overlaps
 
@@ -14,9 +15,13 @@ _AUTO = "give --auto, which sets it by the data"
 
 
 def check_fit(
-    cfg: CfgNode, fingerprints: Mapping[str, Fingerprint], *, eval_only: bool
-) -> Iterator[str]:
-    """Yield a warning, with numbers, for each value of a config that loses objects."""
+    cfg: CfgNode,
+    fingerprints: Mapping[str, Fingerprint],
+    report: CheckReport,
+    *,
+    eval_only: bool,
+) -> None:
+    """Warn, with numbers, of each value of a config that loses objects."""
     counts = object_count_keys(cfg)
     with_objects = {
         name: data for name, data in fingerprints.items() if len(data.boxes)
@@ -26,20 +31,18 @@ def check_fit(
     tested = _of_names(with_objects, cfg.DATASETS.TEST)
     trained = {} if eval_only else _of_names(with_objects, cfg.DATASETS.TRAIN)
 
-    yield from _low_limit(cfg, tested, "TEST.DETECTIONS_PER_IMAGE", "cannot be found")
+    key = "TEST.DETECTIONS_PER_IMAGE"
+    _check_limit(cfg, tested, key, "cannot be found", report)
     if "MODEL.ROI_HEADS.NUM_CLASSES" in counts:
-        yield from _low_limit(
-            cfg, tested, "MODEL.RPN.POST_NMS_TOPK_TEST", "cannot be found"
-        )
-        yield from _low_limit(
-            cfg, trained, "MODEL.RPN.POST_NMS_TOPK_TRAIN", "are not proposed"
-        )
-        yield from _low_batch(cfg, trained)
-    yield from _unused_images(cfg, trained)
+        key = "MODEL.RPN.POST_NMS_TOPK"
+        _check_limit(cfg, tested, f"{key}_TEST", "cannot be found", report)
+        _check_limit(cfg, trained, f"{key}_TRAIN", "are not proposed", report)
+        _check_batch(cfg, trained, report)
+    _check_images(cfg, trained, report)
     if trained:
         sides = training_sides(cfg)
         boxes = np.concatenate([data.resized(*sides) for data in trained.values()])
-        yield from _poor_anchors(cfg, boxes)
+        _check_anchors(cfg, boxes, report)
 
 
 def _of_names(
@@ -48,25 +51,30 @@ def _of_names(
     return {name: data[name] for name in names if name in data}
 
 
-def _unused_images(cfg: CfgNode, trained: Mapping[str, Fingerprint]) -> Iterator[str]:
+def _check_images(
+    cfg: CfgNode, trained: Mapping[str, Fingerprint], report: CheckReport
+) -> None:
+    """Warn of images that are not trained on."""
     is_filtered = cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
     for name, data in trained.items():
         empty = np.count_nonzero(~data.is_annotated)
         if empty and is_filtered:
-            yield (
+            report.warnings.append(
                 f"DATALOADER.FILTER_EMPTY_ANNOTATIONS (True): {empty} of {len(data.images)} images of {name} have no "
                 "object and are not trained on. Fix: set it to False to learn from them, against false alarms."
             )
         unused = len(data.images) - data.trained_images(cfg) - empty * is_filtered
         if unused:
             key = "MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE"
-            yield (
+            report.warnings.append(
                 f"{key} ({get_value(cfg, key)}): {unused} of {len(data.images)} images of {name} have fewer labeled "
                 f"keypoints and are not trained on. Fix: set {key} 0 to learn their boxes."
             )
 
 
-def _low_batch(cfg: CfgNode, trained: Mapping[str, Fingerprint]) -> Iterator[str]:
+def _check_batch(
+    cfg: CfgNode, trained: Mapping[str, Fingerprint], report: CheckReport
+) -> None:
     key = "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE"
     share = cfg.MODEL.ROI_HEADS.POSITIVE_FRACTION
     # a few denser images do no harm: each step draws other objects of them
@@ -76,10 +84,10 @@ def _low_batch(cfg: CfgNode, trained: Mapping[str, Fingerprint]) -> Iterator[str
         for name, data in trained.items()
         if np.median(data.per_image) > limit
     }
-    yield from _low_limit(cfg, dense, key, "are left out of a step", share)
+    _check_limit(cfg, dense, key, "are left out of a step", report, share)
 
 
-def _poor_anchors(cfg: CfgNode, boxes: np.ndarray) -> Iterator[str]:
+def _check_anchors(cfg: CfgNode, boxes: np.ndarray, report: CheckReport) -> None:
     """Warn if more than a third of the resized boxes overlap no anchor by half."""
     node = cfg.MODEL.ANCHOR_GENERATOR
     anchors = anchor_shapes(node.SIZES, node.ASPECT_RATIOS, anchor_strides(cfg))
@@ -90,20 +98,21 @@ def _poor_anchors(cfg: CfgNode, boxes: np.ndarray) -> Iterator[str]:
 
     scales = np.sqrt(anchors[:, :2].prod(axis=1))
     low, high = np.quantile(np.sqrt(boxes.prod(axis=1)), (0.05, 0.95))
-    yield (
+    report.warnings.append(
         f"MODEL.ANCHOR_GENERATOR.SIZES ({scales.min():.0f} to {scales.max():.0f} pixels): {is_poor.sum()} of "
         f"{len(boxes)} objects overlap no anchor by half. 90 % of them have {low:.0f} to {high:.0f} pixels in "
         f"training. Fix: choose SIZES and ASPECT_RATIOS, or INPUT.MIN_SIZE_TRAIN, by these, or {_AUTO}."
     )
 
 
-def _low_limit(
+def _check_limit(
     cfg: CfgNode,
     datasets: Mapping[str, Fingerprint],
     key: str,
     consequence: str,
+    report: CheckReport,
     share: float = 1.0,
-) -> Iterator[str]:
+) -> None:
     """Warn where images have more objects than ``share`` of a limit, if over 1 % of the objects are lost."""
     given = get_value(cfg, key)
     limit = int(share * given)
@@ -114,7 +123,7 @@ def _low_limit(
             continue
         most = data.per_image.max()
         wanted = 100 * int(np.ceil(1.5 * most / share / 100))
-        yield (
+        report.warnings.append(
             f"{key} ({given}): {(data.per_image > limit).sum()} of {len(data.images)} images of {name} have more than "
             f"{limit} objects, up to {most}: {lost} of {objects} objects {consequence}. Fix: set {key} {wanted}, or "
             f"{_AUTO}."

@@ -1,11 +1,11 @@
 """Check that the datasets of a run are complete and fit the model."""
 
-import contextlib
 import functools
+import itertools
 import os
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PureWindowsPath
 from typing import Any
 from urllib.parse import unquote
@@ -15,14 +15,11 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.detection_utils import create_keypoint_hflip_indices
 
-from ...errors import (
-    CheckReport,
-    DataError,
-    similar_names,
-    summarize_names,
-)
+from ...errors import CheckReport, DataError, similar_names, summarize_names
 from ...modeling.build import CLASS_COUNTS
-from ..images import content_key, find_images, read_header
+from ..images import content_key, evenly_spread, read_header
+from ..images.headers import ImageError
+from ..images.image_files import list_files, only_images
 from .annotation_checks import check_coco
 from .data_fit import check_fit
 from .faults import (
@@ -79,13 +76,11 @@ def check_datasets(
         checks.check(name, _needs(cfg, training=False, eval_only=eval_only))
 
     if cfg.MODEL.KEYPOINT_ON:
-        report.errors += _wrong_keypoint_names(cfg, checks.classes)
-    different = list(_different_classes(checks.classes, trained))
-    report.errors += different
-    if not different:
-        report.errors += _wrong_class_counts(cfg, checks.classes)
-        report.warnings += _classes_without_objects(cfg, checks.fingerprints)
-        report.warnings += check_fit(cfg, checks.fingerprints, eval_only=eval_only)
+        _check_keypoint_names(cfg, checks.classes, report)
+    if _have_same_classes(checks.classes, trained, report):
+        _check_class_counts(cfg, checks.classes, report)
+        _check_trained_classes(cfg, checks.fingerprints, report)
+        check_fit(cfg, checks.fingerprints, report, eval_only=eval_only)
     return checks.fingerprints
 
 
@@ -124,90 +119,93 @@ class _DatasetChecks:
         if metadata.get("evaluator_type") == "lvis":  # its files name images by address
             return
         file = metadata.get("source") or metadata.get("json_file")
-        errors: list[str] = []
-        warnings: list[str] = []
+        found = CheckReport()
         try:
             source = open_dataset(name)
             if source is not None:
-                errors, warnings = self._check_source(name, source, needs)
+                self._check_source(name, source, needs, found)
             elif metadata.get("evaluator_type") in (None, "coco"):
-                errors, warnings = self._check_records(name, needs)
+                self._check_records(name, needs, found)
         except FileNotFoundError:
-            errors = [f"file not found. {_place(metadata.get('made_by'))}"]
+            found.errors.append(f"file not found. {_place(metadata.get('made_by'))}")
         # ValueError: of a handler of addresses
         except (DataError, OSError, ValueError) as error:
             text = str(error).removeprefix(f"'{file}': ")
-            errors = [text if "Fix: " in text else f"{text}. Fix: correct the file."]
+            fix = "" if "Fix: " in text else ". Fix: correct the file."
+            found.errors.append(text + fix)
 
         where = f"Dataset '{name}' ('{file or 'a Python function'}')"
-        self._report.errors += [f"{where}: {error}" for error in errors]
-        self._report.warnings += [f"{where}: {warning}" for warning in warnings]
+        self._report.errors += [f"{where}: {error}" for error in found.errors]
+        self._report.warnings += [f"{where}: {warning}" for warning in found.warnings]
 
     def _check_source(
-        self, name: str, source: CocoSource, needs: DatasetNeeds
-    ) -> tuple[list[str], list[str]]:
+        self, name: str, source: CocoSource, needs: DatasetNeeds, report: CheckReport
+    ) -> None:
         content = source.content
-        errors, warnings = check_coco(content, needs, is_filled_in=source.is_filled_in)
-        self.fingerprints[name] = source.fingerprint
-        self.classes[name] = source.fingerprint.classes
-        is_empty = not len(source.fingerprint.boxes)
+        report.warnings += source.notes
+        check_coco(content, needs, report, is_filled_in=source.is_filled_in)
+        data = source.fingerprint
+        is_empty = not len(data.boxes)
+        if is_empty and needs.training:
+            raise DataError(
+                "nothing to learn from: no annotation, or only crowds and objects without area or polygon"
+            )
+        self.fingerprints[name] = data
+        self.classes[name] = data.classes
         # the official test images have no annotations
-        if is_empty and not needs.training and "annotations" in content:
-            warnings.append(
+        if is_empty and "annotations" in content:
+            report.warnings.append(
                 "no object to evaluate: AP is not a number. Fix: give other images."
             )
 
         root = source.dataset.images
         if "://" in root:  # a header would cost a download
-            return errors, warnings + source.notes
+            return
         if not os.path.isdir(root):
-            errors.append(f"the folder of images '{root}' does not exist. {_place()}")
-            return errors, warnings + source.notes
+            report.errors.append(
+                f"the folder of images '{root}' does not exist. {_place()}"
+            )
+            return
 
         images = content["images"]
-        if missing := _missing_files(root, images):
-            more = describe({MISSING_IMAGE: missing}, len(images), "images")
+        missing = _missing_files(root, images)
+        if missing:
+            describe({MISSING_IMAGE: missing}, len(images), "images", report)
         else:
-            checked = images[:: -(-len(images) // _MOST_HEADERS)]
-            found = self._image_faults(name, root, checked, needs.percentiles)
-            more = describe(found, len(checked), "checked images")
-        return errors + more[0], warnings + more[1] + source.notes
+            self._check_images(name, root, images, needs.percentiles, report)
 
     def _check_records(
-        self, name: str, needs: DatasetNeeds
-    ) -> tuple[list[str], list[str]]:
+        self, name: str, needs: DatasetNeeds, report: CheckReport
+    ) -> None:
         """Check what a Python function returns, and its image files if the records are complete."""
         records = DatasetCatalog.get(name)
-        errors, warnings = check_records(
-            records, self.classes[name], evaluated=not needs.training
-        )
+        classes = self.classes[name]
+        check_records(records, classes, report, evaluated=not needs.training)
         has_all = all(map({"height", "width", "image_id"}.issubset, records))
-        if errors or not has_all:
-            return errors, warnings
+        if has_all and not report.errors:
+            images = [{**record, "id": record["image_id"]} for record in records]
+            self._check_images(name, "", images, needs.percentiles, report)
 
-        images = [{**record, "id": record["image_id"]} for record in records]
-        checked = images[:: -(-len(images) // _MOST_HEADERS)]
-        found = self._image_faults(name, "", checked, needs.percentiles)
-        errors, more = describe(found, len(checked), "checked images")
-        return errors, warnings + more
-
-    def _image_faults(
-        self, name: str, root: str, images: Sequence[dict], percentiles: Sequence[float]
-    ) -> dict[Fault, list[str]]:
-        """Return the faults that headers and ends of image files show."""
+    def _check_images(
+        self,
+        name: str,
+        root: str,
+        images: Sequence[dict],
+        percentiles: Sequence[float],
+        report: CheckReport,
+    ) -> None:
+        """Check the headers and ends of image files; of many images, a sample."""
+        checked = evenly_spread(images, _MOST_HEADERS)
         found: dict[Fault, list[str]] = defaultdict(list)
-        for image in images:
+        for image in checked:
             file = image["file_name"]
             path = os.path.join(root, file)
             try:
                 header = read_header(path, percentiles)
                 key = content_key(path)
-            except DataError as error:
-                _, _, text = str(error).rstrip(".").partition("): ")
-                reason, _, fix = text.removeprefix("cannot be read: ").partition(
-                    ". Fix: "
-                )
-                found[Fault(f"cannot be used: {reason}", fix)].append(file)
+            except ImageError as error:
+                fault = Fault(f"cannot be read: {error.reason}", error.fix)
+                found[fault].append(file)
                 continue
             if (header.width, header.height) != (image["width"], image["height"]):
                 size = f"{header.width} x {header.height}"
@@ -218,7 +216,7 @@ class _DatasetChecks:
             first = self._photos.setdefault(key, (name, image["id"], file))
             if first[:2] != (name, image["id"]):
                 found[COPIES].append(f"{file} is {first[2]} of {first[0]}")
-        return found
+        describe(found, len(checked), "checked images", report)
 
 
 def _missing_files(root: str, images: Sequence[dict]) -> list[str]:
@@ -238,14 +236,13 @@ def _missing_files(root: str, images: Sequence[dict]) -> list[str]:
     if not missing:
         return []
 
-    with contextlib.suppress(DataError, OSError):  # no image at all
-        there = {_plain(str(file)): file for file in find_images(root)}
-        similar = {path: there.get(_plain(path)) for path in missing}
-        return [
-            f"{path} (there is {os.path.relpath(file, root)!a})" if file else path
-            for path, file in similar.items()
-        ]
-    return missing
+    there = {_plain(str(file)): file for file in only_images(list_files(root))}
+    named = []
+    for path in missing:
+        similar = there.get(_plain(path))
+        hint = f" (there is {os.path.relpath(similar, root)!a})" if similar else ""
+        named.append(path + hint)
+    return named
 
 
 def _plain(path: str) -> str:
@@ -264,67 +261,73 @@ def _place(made_by: str | None = None) -> str:
     return f"Fix: put it there, or set DETECTRON2_DATASETS to the folder of the datasets (now '{folder}')."
 
 
-def _different_classes(
-    classes: Mapping[str, Sequence[str] | None], trained: Mapping[int, str] | None
-) -> Iterator[str]:
-    """Yield an error for each dataset with other classes than the first one, or the checkpoint."""
+def _have_same_classes(
+    classes: Mapping[str, Sequence[str] | None],
+    trained: Mapping[int, str] | None,
+    report: CheckReport,
+) -> bool:
+    """Compare the classes of datasets with those of the checkpoint, or of the first dataset."""
     known = {name: list(names) for name, names in classes.items() if names}
-    if not known:
-        return
-
-    first, wanted = next(iter(known.items()))
+    first, wanted = next(iter(known.items()), ("", []))
     if trained:
         first = f"the checkpoint ({len(trained)} classes)"
         wanted = list(trained.values())
-    for name, names in known.items():
-        if names == wanted:
-            continue
+
+    different = {name: names for name, names in known.items() if names != wanted}
+    for name, names in different.items():
         here, there = Counter(names), Counter(wanted)
         missing = summarize_names(sorted((there - here).elements()))
         added = summarize_names(sorted((here - there).elements()))
         difference = "another order"
         if missing or added:
             difference = f"missing: {missing or 'none'}; added: {added or 'none'}"
-        yield (
+        report.errors.append(
             f"DATASETS ('{name}'): other classes than {first}: {difference}. Fix: give it the same list of categories "
             "(Pascal VOC: in a classes.txt); a category may have no object."
         )
+    return not different
 
 
-def _wrong_keypoint_names(cfg: CfgNode, datasets: Iterable[str]) -> Iterator[str]:
-    """Yield an error for each dataset whose names of keypoints do not fit the model or its flips."""
+def _check_keypoint_names(
+    cfg: CfgNode, datasets: Iterable[str], report: CheckReport
+) -> None:
+    """Compare the keypoint names of datasets with the model, their flips and each other."""
     points = cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS
     first: list[str] = []
-    for name in datasets:
-        if name not in DatasetCatalog:
+    for name in filter(DatasetCatalog.__contains__, datasets):
+        names = list(MetadataCatalog.get(name).get("keypoint_names") or ())
+        is_trained = name in cfg.DATASETS.TRAIN
+        if not (names or is_trained):  # an evaluation needs none
             continue
-        metadata = MetadataCatalog.get(name)
-        names = list(metadata.get("keypoint_names") or ())
-        flipped = {
-            part for pair in metadata.get("keypoint_flip_map") or () for part in pair
-        }
-        order: list[int] = []
-        # AttributeError: no names or pairs; ValueError: a pair with another name
-        with contextlib.suppress(AttributeError, ValueError):
-            order = create_keypoint_hflip_indices(name)
-        if not order and name not in cfg.DATASETS.TRAIN:
-            continue
-
         first = first or names
-        twice = [order[index] for index in order]
-        if names != first or flipped - {*names} or twice != list(range(points)):
+        is_unfit = is_trained and not _can_be_flipped(name, points)
+        if names != first or is_unfit:
             listed = summarize_names(map(str, names), 20)
-            yield (
+            report.errors.append(
                 f"keypoint_names of {name} ({listed}): not one name for each of {points} keypoints "
                 "(MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS), in at most one pair of keypoint_flip_map, the same in all "
                 f"datasets. {_KEYPOINT_FIX}"
             )
 
 
-def _classes_without_objects(
-    cfg: CfgNode, fingerprints: Mapping[str, Fingerprint]
-) -> Iterator[str]:
-    """Yield a warning of classes that are not trained, if all training data is known."""
+def _can_be_flipped(name: str, points: int) -> bool:
+    """Return whether two flips of a dataset's images bring each of ``points`` keypoints back."""
+    try:
+        order = create_keypoint_hflip_indices([name])
+    # AttributeError: no names or pairs; ValueError: a name in a pair with an unknown one
+    except (AttributeError, ValueError):
+        return False
+
+    metadata = MetadataCatalog.get(name)
+    paired = set(itertools.chain(*metadata.keypoint_flip_map))
+    twice = [order[index] for index in order]
+    return twice == list(range(points)) and paired.issubset(metadata.keypoint_names)
+
+
+def _check_trained_classes(
+    cfg: CfgNode, fingerprints: Mapping[str, Fingerprint], report: CheckReport
+) -> None:
+    """Warn of classes without an object to train on, if all training data is known."""
     trained = [
         fingerprints[name] for name in cfg.DATASETS.TRAIN if name in fingerprints
     ]
@@ -333,17 +336,17 @@ def _classes_without_objects(
     counts = np.sum([data.per_class for data in trained], axis=0)
     names = np.array(trained[0].classes, str)[counts == 0]
     if len(names):
-        yield (
+        report.warnings.append(
             f"DATASETS: {len(names)} of {len(counts)} classes have no object to train on ({summarize_names(names)}): "
             "where the evaluation has some, an AP of 0 lowers the mean. Fix: move some to the training, or remove the "
             "categories."
         )
 
 
-def _wrong_class_counts(
-    cfg: CfgNode, datasets: Mapping[str, Sequence[str] | None]
-) -> Iterator[str]:
-    """Yield an error for each dataset that lacks the classes of the config's heads."""
+def _check_class_counts(
+    cfg: CfgNode, datasets: Mapping[str, Sequence[str] | None], report: CheckReport
+) -> None:
+    """Compare the classes of each dataset with those of the config's heads."""
     for node, field_name in CLASS_COUNTS.get(cfg.MODEL.META_ARCHITECTURE, {}).items():
         key = f"MODEL.{node}.NUM_CLASSES"
         wanted = cfg.MODEL[node].NUM_CLASSES
@@ -351,7 +354,9 @@ def _wrong_class_counts(
             is_stuff = field_name == "stuff_classes"
             names = MetadataCatalog.get(name).get(field_name) if is_stuff else objects
             if names is not None and len(names) != wanted:
-                yield f"{key} ({wanted}): dataset {name} has {len(names)} classes. Fix: set {key} {len(names)}."
+                report.errors.append(
+                    f"{key} ({wanted}): dataset {name} has {len(names)} classes. Fix: set {key} {len(names)}."
+                )
 
 
 def wrong_evaluator(cfg: CfgNode, name: str) -> str:

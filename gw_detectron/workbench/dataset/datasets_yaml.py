@@ -119,12 +119,22 @@ def _read_dataset(given: Any, role: str, name: str, path: str) -> CocoDataset:
         absolute[part] = (
             name if "://" in name else os.path.abspath(os.path.join(folder, name))
         )
-    labels = absolute.get("json")
-    if labels is None or not ("images" in absolute or is_layout(labels)):
+    dataset = CocoDataset(**{"json": "", **given, **absolute})
+    check_pair(dataset, f"'{path}', {key}.")
+    return dataset
+
+
+def check_pair(dataset: CocoDataset, place: str) -> None:
+    """Raise ConfigError unless a dataset has labels and, of a COCO json, the folder of the photos."""
+    missing = ""
+    if not dataset.json:
+        missing = "json"
+    elif not (dataset.images or is_layout(dataset.json)):
+        missing = "images"
+    if missing:
         raise ConfigError(
-            f"'{path}', {key}: expected json: FILE and images: FOLDER below it, or json: FOLDER of labels."
+            f"{place}{missing}: not given. Fix: give json and images together; a folder of labels needs no images."
         )
-    return CocoDataset(**given | absolute)
 
 
 def _check_keys(

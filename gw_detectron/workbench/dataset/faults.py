@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...errors import summarize_names
+from ...errors import CheckReport, summarize_names
 
 
 class Fault(NamedTuple):
@@ -115,18 +115,19 @@ COPIES = Fault("are copies", "remove them; AP on images of the training is too h
 
 
 def describe(
-    found: Mapping[Fault, Sequence[Any]], count: int, kind: str, names: str = ""
-) -> tuple[list[str], list[str]]:
-    """Return errors and warnings that count and name the records with each fault."""
-    errors: list[str] = []
-    warnings: list[str] = []
+    found: Mapping[Fault, Sequence[Any]],
+    count: int,
+    kind: str,
+    report: CheckReport,
+    names: str = "",
+) -> None:
+    """Add errors and warnings to a report that count and name the records with each fault."""
     for fault, records in found.items():
         share = len(records) / max(1, count)
         if share <= fault.warn_above:
             continue
         listed = summarize_names(map(str, records))
-        messages = errors if share > fault.error_above else warnings
+        messages = report.errors if share > fault.error_above else report.warnings
         messages.append(
             f"{len(records)} of {count} {kind} {fault.text} ({names}{listed}). Fix: {fault.fix}."
         )
-    return errors, warnings

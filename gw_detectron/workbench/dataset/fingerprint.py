@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,8 +22,8 @@ _AREA_RANGES = {"APs": (0, 32**2), "APm": (32**2, 96**2), "APl": (96**2, math.in
 class Fingerprint:
     """Images and objects of COCO files.
 
-    An object can be learned if it is not a crowd, its image and category are listed, and its box has an area inside the
-    image. Only such objects are in the arrays.
+    An object can be learned if it is not a crowd, its image and category are listed, its box has an area inside the
+    image, and its polygons, if it has some, are not all invalid. Only such objects are in the arrays.
     """
 
     classes: list[str]  # in the order of the category ids
@@ -77,10 +77,8 @@ class Fingerprint:
     @cached_property
     def images_per_class(self) -> np.ndarray:
         """Number of images with each class, (C)."""
-        pairs = np.unique(self.image * max(1, len(self.classes)) + self.category)
-        return np.bincount(
-            pairs % max(1, len(self.classes)), minlength=len(self.classes)
-        )
+        pairs = np.unique([self.image, self.category], axis=1)
+        return np.bincount(pairs[1], minlength=len(self.classes))
 
     def scored_objects(self, score: str) -> int:
         """Return the number of objects that an AP counts, by its name: APs, APm, APl, AP-CLASS or another one."""
@@ -129,14 +127,15 @@ def read_fingerprint(content: Any) -> Fingerprint:
                 continue
             visibility = (annotation.get("keypoints") or ())[2::3]
             keypoints[image] += np.count_nonzero(np.array(visibility) > 0)
-            if annotation.get("iscrowd"):
+            mask = annotation.get("segmentation")
+            if annotation.get("iscrowd") or not _is_recorded(mask):
                 continue
-            is_annotated[image] |= _is_recorded(annotation.get("segmentation"))
+            is_annotated[image] = True
             box = _clipped(annotation.get("bbox"), sizes[image])
             if box is not None:
                 area = float(annotation.get("area") or box[0] * box[1])
                 objects.append((*box, area, image, category))
-                masks[_mask_kind(annotation.get("segmentation"))] += 1
+                masks[_mask_kind(mask)] += 1
 
     table = np.array(objects, float).reshape(-1, 5)
     return Fingerprint(
@@ -156,17 +155,20 @@ def join_fingerprints(parts: Sequence[Fingerprint]) -> Fingerprint:
     """Join the fingerprints of files that have the same classes."""
     counts = [len(part.images) for part in parts]
     first = np.cumsum(counts) - counts  # image of each part
-    shifted = [part.image + start for part, start in zip(parts, first, strict=True)]
+    shifted = [
+        replace(part, image=part.image + start)
+        for part, start in zip(parts, first, strict=True)
+    ]
+
+    joined = {
+        field.name: np.concatenate([getattr(part, field.name) for part in shifted])
+        for field in fields(Fingerprint)
+        if field.type is np.ndarray
+    }
     return Fingerprint(
         classes=max((part.classes for part in parts), key=len),
-        images=np.concatenate([part.images for part in parts]),
-        boxes=np.concatenate([part.boxes for part in parts]),
-        areas=np.concatenate([part.areas for part in parts]),
-        image=np.concatenate(shifted),
-        category=np.concatenate([part.category for part in parts]),
-        is_annotated=np.concatenate([part.is_annotated for part in parts]),
-        keypoints=np.concatenate([part.keypoints for part in parts]),
         masks=sum((part.masks for part in parts), Counter()),
+        **joined,
     )
 
 

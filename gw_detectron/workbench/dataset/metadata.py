@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
+from detectron2.data import Metadata, MetadataCatalog
 
 from .coco_content import MALFORMED, category_names
-from .source import CocoSource, own_source
+from .source import CocoSource, is_foreign
 
 _SIDES = (("left", "right"), ("Left", "Right"), ("LEFT", "RIGHT"))
 
@@ -20,7 +20,7 @@ def coco_metadata(source: CocoSource) -> dict[str, Any]:
         "json_file": dataset.json,
         "image_root": dataset.images,
         "evaluator_type": "coco",
-        "source": source.origin,
+        "source": source.labels.path,
         "made_by": dataset.made_by,
     }
     points = dataset.keypoint_names or _keypoint_names(content)
@@ -82,7 +82,7 @@ def class_metadata(cfg: CfgNode, trained: Mapping[int, str] | None = None) -> Me
     """
     for name in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN):
         # own datasets have the names of flags, which another run may have registered
-        if name not in DatasetCatalog or own_source(name) is not None:
+        if not is_foreign(name):
             continue
         metadata = MetadataCatalog.get(name)
         classes = classes_of(metadata)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torchvision
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog
 from torch.torch_version import TorchVersion
 
 from ...config import get_value
@@ -20,6 +19,7 @@ from ...modeling.build import object_count_keys
 from ...weights.opening import is_detector
 from ..images import evenly_spread, is_deep
 from .coco_content import complete_coco
+from .coco_scores import coco_tasks
 from .data_fit import anchor_strides, training_sides
 from .datasets_yaml import CocoDataset
 from .fingerprint import Fingerprint, anchor_fit, anchor_shapes, join_fingerprints
@@ -37,13 +37,7 @@ _RATIOS = (
 _NOTABLE = 0.02  # a smaller gain of mean overlap changes no anchors
 _RARE = 10  # a class is rare if another one is in so many times more images
 # of images in training: their median is the scale of the evaluation
-_SCALES = (
-    0.75,
-    0.875,
-    1.0,
-    1.125,
-    1.25,
-)
+_SCALES = (0.75, 0.875, 1.0, 1.125, 1.25)
 
 
 def auto_config(
@@ -75,7 +69,8 @@ def auto_config(
     """
     labels = read_labels(os.fspath(json), os.fspath(images))
     content, _ = complete_coco(labels.content)
-    source = CocoSource(CocoDataset(labels.path, labels.images), content)
+    dataset = CocoDataset(labels.path, labels.images)
+    source = CocoSource(dataset, labels._replace(content=content))
     reasons = apply_recipe(cfg, [source], epochs=epochs, given=given)
     for line in reasons.values():
         log.info(line)
@@ -166,22 +161,26 @@ def _deep_images(
         recipe.set("INPUT.PERCENTILES", [cut, 100 - cut], reason)
 
 
-def _classes_and_masks(recipe: _Recipe, data: Fingerprint) -> None:
-    for key in object_count_keys(recipe.cfg):
-        recipe.set(key, len(data.classes), "the categories of the json")
+def class_values(cfg: CfgNode, data: Fingerprint) -> dict[str, Any]:
+    """Return the config keys that follow from classes and, where masks are RLE, from their format."""
+    values: dict[str, Any] = {}
+    if data.classes:
+        values = dict.fromkeys(object_count_keys(cfg), len(data.classes))
+    if data.masks["rle"]:
+        # in which Detectron2 reads RLE, also for validation losses
+        values["INPUT.MASK_FORMAT"] = "bitmask"
+    return values
 
-    objects, without_mask, run_lengths = (
-        len(data.boxes),
-        data.masks["none"],
-        data.masks["rle"],
-    )
+
+def _classes_and_masks(recipe: _Recipe, data: Fingerprint) -> None:
+    for key, value in class_values(recipe.cfg, data).items():
+        recipe.set(key, value, "as in the annotations")
+
+    objects = len(data.boxes)
+    without_mask = data.masks["none"]
     if recipe.cfg.MODEL.MASK_ON and without_mask > objects / 2:  # the checks name fewer
         reason = f"{without_mask:,} of {objects:,} objects have no mask"
         recipe.set("MODEL.MASK_ON", False, reason)
-    if run_lengths:
-        recipe.set(
-            "INPUT.MASK_FORMAT", "bitmask", f"{run_lengths:,} masks are run lengths"
-        )
 
 
 def _image_size(recipe: _Recipe, data: Fingerprint) -> None:
@@ -368,17 +367,12 @@ def _kept_weights(recipe: _Recipe) -> None:
     cfg = recipe.cfg
     if not cfg.DATASETS.TEST or not cfg.TEST.EVAL_PERIOD or cfg.TEST.BEST:
         return
-    task = "bbox"
-    if cfg.MODEL.MASK_ON:
-        task = "segm"
-    if cfg.MODEL.KEYPOINT_ON:
-        task = "keypoints"
-
+    task = coco_tasks(cfg)[-1]
     name = cfg.DATASETS.TEST[0]
     dense = ""
     # the checks before a run name the fault
     with contextlib.suppress(DataError, OSError):
-        source = open_dataset(name) if name in DatasetCatalog else None
+        source = open_dataset(name)
         if source is not None:
             dense = source.fingerprint.dense_score(task, cfg.TEST.DETECTIONS_PER_IMAGE)
 

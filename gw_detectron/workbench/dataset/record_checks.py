@@ -6,6 +6,7 @@ from typing import Any
 
 from detectron2.structures import BoxMode
 
+from ...errors import CheckReport
 from .faults import Fault, describe
 
 _TRAINED = ("file_name",)
@@ -27,20 +28,23 @@ _BOX_MODE = Fault(
 def check_records(
     records: Sequence[Mapping[str, Any]],
     classes: Sequence[str] | None,
+    report: CheckReport,
     *,
     evaluated: bool,
-) -> tuple[list[str], list[str]]:
-    """Return errors and warnings of records in Detectron2's format, which a training would meet late or never.
+) -> None:
+    """Check records in Detectron2's format for what a training would meet late or never.
 
     Equal ids would join the objects of several images: another AP.
     """
     if not records:
-        error = "no records. Fix: return one for each image, in Detectron2's format."
-        return [error], []
+        report.errors.append(
+            "no records. Fix: return one for each image, in Detectron2's format."
+        )
     if not any("annotations" in record for record in records):
-        return [], []  # of segmentation, or photos to detect in
+        return  # of segmentation, or photos to detect in
     if classes is None:
-        return ["no thing_classes. Fix: set them in MetadataCatalog."], []
+        report.errors.append("no thing_classes. Fix: set them in MetadataCatalog.")
+        return
 
     found: dict[Fault, list[Any]] = {}
     for field in _EVALUATED if evaluated else _TRAINED:
@@ -48,7 +52,7 @@ def check_records(
         found[fault] = [place for place, row in enumerate(records) if field not in row]
     if evaluated:
         found[_SAME_ID] = _repeated(row.get("image_id") for row in records)
-    errors, _ = describe(found, len(records), "records", "records ")
+    describe(found, len(records), "records", report, "records ")
 
     objects = [row for record in records for row in record.get("annotations", ())]
     categories = [row.get("category_id") for row in objects]
@@ -57,8 +61,7 @@ def check_records(
         _CATEGORY: [value for value in categories if value not in range(len(classes))],
         _BOX_MODE: [value for value in modes if value not in _MODES],
     }
-    more, warnings = describe(wrong, len(objects), "annotations")
-    return errors + more, warnings
+    describe(wrong, len(objects), "annotations", report)
 
 
 def _repeated(ids: Iterable[Any]) -> list[Any]:

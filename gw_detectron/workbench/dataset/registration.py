@@ -7,7 +7,7 @@ find the open source by the name of the dataset, as they find its records in Det
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from detectron2.config import CfgNode
@@ -24,7 +24,7 @@ from .coco_content import (
 from .datasets_yaml import CocoDataset, CocoDatasets, write_datasets
 from .layouts import LabelSet, is_layout, read_labels
 from .metadata import coco_metadata
-from .source import CocoSource, own_source
+from .source import CocoSource, is_foreign, own_source, own_sources
 
 
 def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
@@ -66,28 +66,42 @@ def _open_all(
         for name, given in named.items():
             path = _absolute(given.json)
             # a data.yaml has parts; a json that has both roles is read once
-            section = role if is_layout(path) else ""
-            labels, error = read(path, _absolute(given.images), section)
-            dataset = replace(given, json=labels.path, images=labels.images)
-            content = labels.content
-            if labels.layout:
-                content = number_alike(content, classes)
-            classes = classes or category_names(content)
-            completed, notes = complete_coco(content, classes)
-            labels = labels._replace(content=completed, notes=[*labels.notes, *notes])
+            part = role if is_layout(path) else ""
+            read_set, error = read(path, _absolute(given.images), part)
+            labels = _complete(read_set, classes)
+            classes = classes or category_names(labels.content)
 
+            dataset = replace(given, json=labels.path, images=labels.images)
             if dataset.val_fraction:
                 if error is not None:
                     raise error
-                halves = split_coco(completed, dataset.val_fraction)
-                names = {"train": name, "val": f"{name.removesuffix('_train')}_val"}
-                for (part, own), half in zip(names.items(), halves, strict=True):
-                    labels = labels._replace(content=half)
-                    yield part, own, _derive(own, dataset, labels, folder, part)
-            elif completed is content and not labels.layout:
-                yield role, name, CocoSource(dataset, content, error=error)
+                yield from _split(name, dataset, labels, folder)
+            elif labels is read_set:
+                yield role, name, CocoSource(dataset, labels, error=error)
             else:
                 yield role, name, _derive(name, dataset, labels, folder)
+
+
+def _complete(labels: LabelSet, classes: Mapping[int, str]) -> LabelSet:
+    """Return labels with the classes of the run and with all fields; the same object if a json has them."""
+    content = labels.content
+    if labels.layout:
+        content = number_alike(content, classes)
+    content, notes = complete_coco(content, classes)
+    if content is labels.content and not labels.layout:
+        return labels
+    return labels._replace(content=content, notes=[*labels.notes, *notes])
+
+
+def _split(
+    name: str, dataset: CocoDataset, labels: LabelSet, folder: str
+) -> Iterator[tuple[str, str, CocoSource]]:
+    """Yield role, name and source of the two parts of a dataset."""
+    halves = split_coco(labels.content, dataset.val_fraction)
+    names = {"train": name, "val": f"{name.removesuffix('_train')}_val"}
+    for (part, own), content in zip(names.items(), halves, strict=True):
+        half = labels._replace(content=content)
+        yield part, own, _derive(own, dataset, half, folder, part)
 
 
 def _absolute(path: str) -> str:
@@ -113,14 +127,7 @@ def _derive(
             f"dataset ('{name}'): the run would replace its file '{path}'. Fix: give another OUTPUT_DIR."
         )
     own = replace(dataset, json=path, val_fraction=0.0)
-    return CocoSource(
-        own,
-        labels.content,
-        derived_from=dataset.json,
-        layout=labels.layout,
-        notes=labels.notes,
-        part=part,
-    )
+    return CocoSource(own, labels, part=part)
 
 
 def _register(name: str, source: CocoSource) -> None:
@@ -128,7 +135,7 @@ def _register(name: str, source: CocoSource) -> None:
         raise ConfigError(
             f"dataset ('{name}'): not a name. Fix: use letters, digits, '_', '-' and '.' only."
         )
-    if name in DatasetCatalog and own_source(name) is None:
+    if is_foreign(name):
         raise ConfigError(
             f"dataset ('{name}'): belongs to another dataset already. Fix: choose another name."
         )
@@ -141,19 +148,19 @@ def _register(name: str, source: CocoSource) -> None:
 
 
 def open_dataset(name: str) -> CocoSource | None:
-    """Return the open source of a registered dataset, else open its json; None without one.
+    """Return the open source of a dataset, else open its json; None without one.
 
-    A dataset that is a Python function has no json.
+    A dataset that is a Python function has no json, and so has an unknown name.
     """
-    source = own_source(name)
-    if source is not None:
-        return source
+    if not is_foreign(name):
+        return own_source(name)
     metadata = MetadataCatalog.get(name)
     path = metadata.get("json_file")
     if not path:
         return None
     dataset = CocoDataset(path, metadata.get("image_root") or ".")
-    return CocoSource(dataset, read_json(path), is_filled_in=False)
+    labels = LabelSet(read_json(path), path, dataset.images)
+    return CocoSource(dataset, labels, is_filled_in=False)
 
 
 def record_datasets(cfg: CfgNode, folder: str, run_folder: str = "") -> None:
@@ -161,17 +168,10 @@ def record_datasets(cfg: CfgNode, folder: str, run_folder: str = "") -> None:
 
     This is when a run begins. See :func:`.datasets_yaml.write_datasets`.
     """
-    train = _own_datasets(cfg.DATASETS.TRAIN)
-    val = _own_datasets(cfg.DATASETS.TEST)
-    write_datasets(CocoDatasets(train, val), folder, run_folder)
-
-
-def _own_datasets(names: Iterable[str]) -> dict[str, CocoDataset]:
-    """Write the derived files of own datasets; return the datasets by name."""
-    datasets = {}
-    for name in names:
-        source = own_source(name)
-        if source is not None:
+    datasets = CocoDatasets()
+    roles = {"train": cfg.DATASETS.TRAIN, "val": cfg.DATASETS.TEST}
+    for role, names in roles.items():
+        for name, source in own_sources(names).items():
             source.write()
-            datasets[name] = source.dataset
-    return datasets
+            getattr(datasets, role)[name] = source.dataset
+    write_datasets(datasets, folder, run_folder)

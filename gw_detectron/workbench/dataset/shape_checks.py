@@ -20,7 +20,7 @@ from .geometry import (
 
 
 class DatasetNeeds(NamedTuple):
-    """What a run needs of a dataset."""
+    """What a run needs of a dataset, as :mod:`.dataset_checks` reads it from the config."""
 
     training: bool  # else evaluation
     masks: bool = False
@@ -53,11 +53,10 @@ class _Shapes(NamedTuple):
 
 def shape_faults(
     annotations: list[dict[str, Any]], images: Mapping[Any, dict], needs: DatasetNeeds
-) -> tuple[dict[Fault, Flags], Flags]:
-    """Return which annotations have each fault, and which cannot be learned."""
+) -> dict[Fault, Flags]:
+    """Return which annotations have each fault."""
     shapes = _measure(annotations, images)
     faults = _box_faults(shapes)
-    is_lost = shapes.is_crowd | faults[f.NO_AREA] | faults[f.OUTSIDE]
 
     # where box and mask differ, the mask is the surer sign
     comparable = ~shapes.is_crowd & ~faults[f.NO_AREA] & (shapes.areas > 0)
@@ -76,15 +75,12 @@ def shape_faults(
     faults[f.APART] = apart & ~as_corners & ~is_inside
 
     faults |= _mask_faults(shapes, needs)
-    is_lost |= faults[f.NO_POLYGON]
-    if needs.masks:
-        is_lost |= faults[f.NO_PIXEL]
 
     keys = [(a["image_id"], a["category_id"], *a["bbox"]) for a in annotations]
     counts = Counter(keys)
     faults[f.REPEATED] = np.array([counts[key] > 1 for key in keys])
     faults[f.CROWDS] = shapes.is_crowd
-    return faults, is_lost
+    return faults
 
 
 def _measure(annotations: list[dict[str, Any]], images: Mapping[Any, dict]) -> _Shapes:

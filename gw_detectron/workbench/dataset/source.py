@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ...weights.reading import sha256_of
 from .coco_content import category_names, content_to_records, read_json
 from .datasets_yaml import CocoDataset
 from .fingerprint import Fingerprint, read_fingerprint
+from .layouts import LabelSet
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +28,8 @@ class CocoSource:
 
     Args:
         dataset: the dataset; its ``json`` is the user's file, or the file in the run folder that is derived from it.
-        content: the parsed file, complete if the file is derived; None if it could not be read because of ``error``.
-        derived_from: the user's file or folder, if ``dataset`` has another file.
-        layout: how the labels in it are laid out, "" for a COCO json.
-        notes: what the completion replaced, a sentence each.
+        labels: the content of the user's file or folder, complete if the dataset has a derived file.
+        error: why it could not be read; its content is then None.
         part: ``train`` or ``val`` of a split file, else "".
         is_filled_in: :func:`.coco_content.complete_coco` has seen the content.
     """
@@ -38,24 +37,19 @@ class CocoSource:
     def __init__(
         self,
         dataset: CocoDataset,
-        content: Any,
+        labels: LabelSet,
         *,
-        derived_from: str = "",
-        layout: str = "",
-        notes: Sequence[str] = (),
         error: Exception | None = None,
         part: str = "",
         is_filled_in: bool = True,
     ) -> None:
         self.dataset = dataset
-        self.origin = derived_from or dataset.json
-        self.layout = layout
-        self.notes = list(notes)
+        self.labels = labels
+        self.notes = list(labels.notes)
         self.error = error
         self.part = part
         self.is_filled_in = is_filled_in
-        self._content = content
-        self._is_written = not derived_from
+        self._is_written = dataset.json == labels.path
         self._is_recorded = False
 
     @property
@@ -63,9 +57,9 @@ class CocoSource:
         """The content of the file, which is read again if it has been released."""
         if self.error is not None:
             raise self.error
-        if self._content is None:
-            self._content = read_json(self.dataset.json)
-        return self._content
+        if self.labels.content is None:
+            self.labels = self.labels._replace(content=read_json(self.dataset.json))
+        return self.labels.content
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -74,7 +68,7 @@ class CocoSource:
         try:
             return read_fingerprint(content)
         except DataError as error:
-            raise DataError(f"'{self.origin}': {error}") from error
+            raise DataError(f"'{self.labels.path}': {error}") from error
 
     def records(self) -> list[dict[str, Any]]:
         """Return the dataset in Detectron2's format."""
@@ -91,7 +85,7 @@ class CocoSource:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
             temporary.write_bytes(self._text())
-        log.info("'%s': written from '%s'%s", path, self.origin, self._summary())
+        log.info("'%s': written from '%s'%s", path, self.labels.path, self._summary())
         self._is_written = True
         self._release()
 
@@ -103,25 +97,37 @@ class CocoSource:
 
     def _summary(self) -> str:
         """Say what was read of labels that are not a COCO json."""
-        if not self.layout:
+        content, layout = self.labels.content, self.labels.layout
+        if not layout:
             return ""
-        names = category_names(self._content)
-        photos, objects = (len(self._content[key]) for key in ("images", "annotations"))
+        names = category_names(content)
+        photos, objects = (len(content[key]) for key in ("images", "annotations"))
         return (
-            f": {self.layout}, {photos:,} photos, {objects:,} objects, "
+            f": {layout}, {photos:,} photos, {objects:,} objects, "
             f"classes: {summarize_names(map(str, names.values()))}"
         )
 
     def _text(self) -> bytes:
-        return json.dumps(self._content).encode()
+        return json.dumps(self.labels.content).encode()
 
     def _release(self) -> None:
         """Free the memory of a content that is in the file and in the records."""
         if self._is_written and self._is_recorded:
-            self._content = None
+            self.labels = self.labels._replace(content=None)
 
 
 def own_source(name: str) -> CocoSource | None:
     """Return the source of a dataset that this package has registered, None for any other name."""
     source = getattr(DatasetCatalog.data.get(name), "__self__", None)
     return source if isinstance(source, CocoSource) else None
+
+
+def own_sources(names: Iterable[str]) -> dict[str, CocoSource]:
+    """Return the sources of the datasets that this package has registered, by name."""
+    sources = {name: own_source(name) for name in names}
+    return {name: source for name, source in sources.items() if source is not None}
+
+
+def is_foreign(name: str) -> bool:
+    """Return whether a dataset is registered, but not by this package."""
+    return name in DatasetCatalog and own_source(name) is None

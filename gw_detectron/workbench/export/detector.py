@@ -18,7 +18,7 @@ from ...atomic import atomic_folder
 from ...errors import ExportError
 from ...norms.listing import norm_counts
 from ..images import channels_first, evaluation_input, read_image
-from ..images.samples import sample_images
+from ..images.samples import sample_image
 from .base import DetectorProgram
 from .formats import PARITY, ExportedFile, write_parity, write_program
 from .meta_arch import detector_program
@@ -95,7 +95,7 @@ def export_detector(
         resizing = ResizeProgram(detector, sides)
         program = OneImageProgram(detector, sides, paste_masks)
     if image is None:
-        scene = convert_PIL_to_numpy(sample_images(1)[0], detector.model.input_format)
+        scene = convert_PIL_to_numpy(sample_image(), detector.model.input_format)
         image = channels_first(scene)
     file = f"model.{file_format}"
     with atomic_folder(output, (PARITY, file)) as folder:

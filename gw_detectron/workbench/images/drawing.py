@@ -10,7 +10,6 @@ from detectron2.structures import BoxMode, Instances
 from detectron2.utils.colormap import colormap
 from matplotlib import rc_context
 from matplotlib.colors import hsv_to_rgb
-from matplotlib.font_manager import FontProperties, findfont, get_font
 from torch import Tensor
 
 from ...installation import require_packages
@@ -18,7 +17,6 @@ from .class_names import class_labels
 
 _SMALLEST_SIDE = 480  # longer side of a drawing in pixels: smaller images are enlarged
 _SMALLEST_FONT = 12  # of labels, in points
-_LONGEST_LABEL = 40  # characters of a class name
 _ALPHA = 0.35  # opacity of masks, inside their contours
 _HUE_STEP = (math.sqrt(5) - 1) / 2  # golden ratio of the circle, 222.5 degrees
 
@@ -113,7 +111,7 @@ def _labels(
     if not names:
         columns.append([str(index) for index in classes])
     elif len(names) > 1:
-        columns.append([_label(names[index]) for index in classes])
+        columns.append([names[index] for index in classes])
     if scores is not None:
         columns.append([f"{score:.0%}" for score in scores])
     if notes is not None:
@@ -122,20 +120,6 @@ def _labels(
     if not columns:
         return [""] * len(classes)
     return [" ".join(words).strip() for words in zip(*columns, strict=True)]
-
-
-def _label(name: str) -> str:
-    """Return a class name as the font can draw it: other characters escaped, at most 40 of them.
-
-    Matplotlib draws a character without a glyph as a box, so that names would look alike.
-    """
-    font = get_font(findfont(FontProperties(family=["sans-serif"])))
-    shown = ""
-    for character in name[:_LONGEST_LABEL]:
-        has_glyph = character.isprintable() and font.get_char_index(ord(character))
-        escaped = character.encode("unicode_escape").decode()
-        shown += character if has_glyph else escaped
-    return shown
 
 
 def _hide_labels(output: Any, boxes: np.ndarray, notes: Sequence[str]) -> None:

@@ -35,6 +35,18 @@ _NOT_IMAGES = {
 _END = 4096  # bytes in which the mark of the end is
 
 
+class ImageError(DataError):
+    """An image cannot be read.
+
+    The reason and the fix are also told apart, for messages about several images.
+    """
+
+    def __init__(self, message: str, reason: str = "", fix: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.fix = fix
+
+
 class ImageHeader(NamedTuple):
     """Width and height, turned upright by the EXIF entry, and what readers of the file leave out."""
 
@@ -68,30 +80,36 @@ def read_header(
 
 @contextlib.contextmanager
 def image_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn errors of reading an image into a DataError that names it."""
+    """Turn errors of reading an image into an ImageError that names it."""
     try:
         yield
     except DataError:
         raise
     except (*READ_ERRORS, LookupError, TypeError) as error:  # the last: broken TIFF
-        problem = image_problem(path, error)
-        raise DataError(f"image ({os.fspath(path)!r}): {problem}.") from error
+        raise image_error(path, image_problem(path, error)) from error
 
 
-def image_problem(
+def image_error(
     path: str | os.PathLike[str],
-    error: BaseException,
+    problem: str,
     fix: str = "repair it or give another one",
-) -> str:
-    """Say why an image cannot be read, and what to do."""
+) -> ImageError:
+    """Return the error of an image with a problem, which may have a fix of its own."""
+    reason, _, own_fix = problem.partition(". Fix: ")
+    fix = own_fix or fix
+    message = f"image ({os.fspath(path)!r}): cannot be read: {reason}. Fix: {fix}."
+    return ImageError(message, reason, fix)
+
+
+def image_problem(path: str | os.PathLike[str], error: BaseException) -> str:
+    """Say why an image cannot be read, and the fix if it is known."""
     if isinstance(error, Image.DecompressionBombError):
         return (
             "more than 179 megapixels, Pillow's limit. Fix: predict with --tiles; to train, cut it into smaller images "
             "with their annotations"
         )
     if not isinstance(error, UnidentifiedImageError):
-        reason = first_line(error)
-        return reason if "Fix: " in reason else f"cannot be read: {reason}. Fix: {fix}"
+        return first_line(error)
 
     with PathManager.open(os.fspath(path), "rb") as file:
         begin = file.read(1000)

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -33,6 +33,7 @@ from . import headers
 from .headers import (
     READ_ERRORS,
     check_bits,
+    image_error,
     image_errors,
     image_problem,
     left_out,
@@ -109,8 +110,8 @@ class ImageNamingMapper:
         try:
             example = self.mapper(record | {"file_name": address})
         except READ_ERRORS as error:  # also Detectron2's SizeMismatchError
-            problem = image_problem(name, error, _RECORD_FIX).replace(address, name)
-            raise DataError(f"image ({name!r}): {problem}.") from error
+            problem = image_problem(name, error).replace(address, name)
+            raise image_error(name, problem, _RECORD_FIX) from error
         except Exception as error:
             error.add_note(f"while reading {name}")
             raise
@@ -286,23 +287,33 @@ def find_images(folder: str | os.PathLike[str]) -> list[Path]:
             f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder."
         )
 
+    images = only_images(list_files(folder))
+    if not images:
+        raise DataError(
+            f"images ({os.fspath(folder)!r}): none found. Fix: put {', '.join(IMAGE_SUFFIXES)} "
+            "files there."
+        )
+    return images
+
+
+def list_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """List the files below a folder and in linked folders, sorted; hidden ones are left out."""
     seen = set()
-    images = []
+    files = []
     for place, below, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
         if real in seen:  # a link to a folder above it, or linked twice
             below.clear()
             continue
         seen.add(real)
-        paths = [Path(place, name) for name in names]
-        images += [path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES]
+        below[:] = [name for name in below if not name.startswith((".", "__MACOSX"))]
+        files += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted(files)
 
-    if not images:
-        raise DataError(
-            f"images ({os.fspath(folder)!r}): none found. Fix: put {', '.join(IMAGE_SUFFIXES)} "
-            "files there."
-        )
-    return sorted(images)
+
+def only_images(files: Iterable[Path]) -> list[Path]:
+    """Return the image files among others."""
+    return [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
 
 
 def evenly_spread(items: Sequence[_Item], count: int) -> list[_Item]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...errors import CheckReport, ConfigError, first_line
 from ...weights import LazyCheckpoint, trained_classes
-from ..dataset.coco_scores import COCO_TASKS
+from ..dataset.coco_scores import COCO_TASKS, coco_tasks
 from ..dataset.dataset_checks import check_datasets, wrong_evaluator
 from ..dataset.fingerprint import Fingerprint
 from ..images.augmentations import build_augmentations
@@ -67,16 +67,15 @@ def check_run(
     model = check_model(cfg, start, report, eval_only=eval_only)
     _check_evaluation(cfg, model, report)
 
-    fingerprints = _check_data(cfg, start, report, eval_only=eval_only)
-    if fingerprints is not None and not own_evaluator:
+    trained = trained_classes(start.opened) if eval_only or start.resumed else None
+    fingerprints = check_datasets(cfg, report, eval_only=eval_only, trained=trained)
+    if not own_evaluator:
         for name in cfg.DATASETS.TEST:
             problem = wrong_evaluator(cfg, name) if name in DatasetCatalog else ""
             if problem:
                 report.errors.append(problem)
     if not eval_only:
-        _check_kept_weights(cfg, report)
-        if not own_evaluator:
-            _check_best_score(cfg, fingerprints or {}, report)
+        _check_kept_weights(cfg, fingerprints, report, own_evaluator=own_evaluator)
 
     if not report.errors:
         start.fetch()
@@ -86,22 +85,6 @@ def check_run(
         cfg, start, model, report, eval_only=eval_only, allow_partial=allow_partial
     )
     return report
-
-
-def _check_data(
-    cfg: CfgNode, start: LazyCheckpoint, report: CheckReport, *, eval_only: bool
-) -> dict[str, Fingerprint] | None:
-    """Check and return the datasets; None if ``DATASETS`` does not list them."""
-    texts = [key for key in ("TRAIN", "TEST") if isinstance(cfg.DATASETS[key], str)]
-    for key in texts:
-        name = cfg.DATASETS[key]
-        report.errors.append(
-            f"DATASETS.{key} ({name!r}): a text instead of a tuple. Fix: write ({name!r},)."
-        )
-    if texts:
-        return None
-    trained = trained_classes(start.opened) if eval_only or start.resumed else None
-    return check_datasets(cfg, report, eval_only=eval_only, trained=trained)
 
 
 def _check_device(device: str, report: CheckReport) -> None:
@@ -144,7 +127,13 @@ def _check_schedule(cfg: CfgNode, report: CheckReport) -> None:
         )
 
 
-def _check_kept_weights(cfg: CfgNode, report: CheckReport) -> None:
+def _check_kept_weights(
+    cfg: CfgNode,
+    fingerprints: Mapping[str, Fingerprint],
+    report: CheckReport,
+    *,
+    own_evaluator: bool,
+) -> None:
     """Check the keys that decide which weights are kept, and when the training ends."""
     decay = cfg.SOLVER.EMA
     best = cfg.TEST.BEST
@@ -152,6 +141,7 @@ def _check_kept_weights(cfg: CfgNode, report: CheckReport) -> None:
         report.errors.append(
             f"SOLVER.EMA ({decay}): not from 0 to below 1. Fix: give e.g. 0.999, or 0.0 for none."
         )
+
     if cfg.TEST.PATIENCE and not best:
         report.errors.append(
             f"TEST.PATIENCE ({cfg.TEST.PATIENCE}): TEST.BEST names no score. Fix: set it, e.g. bbox/AP."
@@ -161,14 +151,15 @@ def _check_kept_weights(cfg: CfgNode, report: CheckReport) -> None:
             f"TEST.BEST ('{best}'): needs evaluations during the training; TEST.EVAL_PERIOD is {cfg.TEST.EVAL_PERIOD}, "
             f"DATASETS.TEST {cfg.DATASETS.TEST}. Fix: set both, or TEST.BEST ''."
         )
+    elif best and not own_evaluator:
+        _check_best_score(cfg, fingerprints, report)
 
 
 def _check_best_score(
     cfg: CfgNode, fingerprints: Mapping[str, Fingerprint], report: CheckReport
 ) -> None:
+    """Check that the evaluation has the score of ``TEST.BEST``, and objects for it."""
     best = cfg.TEST.BEST
-    if not best or cfg.TEST.EVAL_PERIOD <= 0 or not cfg.DATASETS.TEST:
-        return
     scores = _scores(cfg, fingerprints)
     if best not in scores:
         report.errors.append(
@@ -212,13 +203,7 @@ def _scores(
 def _tasks(cfg: CfgNode) -> list[str]:
     """Return the tasks that a model is evaluated on."""
     kind = cfg.MODEL.META_ARCHITECTURE
-    tasks = []
-    if kind != "SemanticSegmentor":
-        tasks.append("bbox")
-        if cfg.MODEL.MASK_ON:
-            tasks.append("segm")
-        if cfg.MODEL.KEYPOINT_ON:
-            tasks.append("keypoints")
+    tasks = [] if kind == "SemanticSegmentor" else [*coco_tasks(cfg)]
     if kind in ("SemanticSegmentor", "PanopticFPN"):
         tasks.append("sem_seg")
     if kind == "PanopticFPN" and importlib.util.find_spec("panopticapi"):

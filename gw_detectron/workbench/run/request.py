@@ -5,8 +5,13 @@ import os
 from dataclasses import dataclass, field, fields
 
 from ...errors import ConfigError, check_fraction, existing_path
-from ..dataset.datasets_yaml import CocoDataset, CocoDatasets, read_datasets
-from ..dataset.layouts import is_layout, names_validation
+from ..dataset.datasets_yaml import (
+    CocoDataset,
+    CocoDatasets,
+    check_pair,
+    read_datasets,
+)
+from ..dataset.layouts import names_validation
 
 
 @dataclass(frozen=True)
@@ -38,20 +43,19 @@ class DatasetFlags:
         if not given:
             return None
 
-        if self.train_json is None and (
-            self.val_json is None or self.val_fraction is not None
-        ):
-            raise ConfigError(f"{given[0]}: needs --train-json.")
         val_json = self.val_json
-        if val_json is None and self.val_fraction is None:
+        splits = self.val_fraction is not None
+        if self.train_json is None:
+            if val_json is None or splits:
+                raise ConfigError(f"{given[0]}: needs --train-json.")
+        else:
             # YOLO's data.yaml may name photos for it
-            val_json = self.train_json if names_validation(self.train_json) else None
-        if self.train_json is not None and (val_json is None) == (
-            self.val_fraction is None
-        ):
-            raise ConfigError(
-                "--train-json: needs either --val-json or --val-fraction, e.g. 0.1 for a tenth of the images"
-            )
+            if val_json is None and not splits and names_validation(self.train_json):
+                val_json = self.train_json
+            if (val_json is None) != splits:
+                raise ConfigError(
+                    "--train-json: needs either --val-json or --val-fraction, e.g. 0.1 for a tenth of the images"
+                )
         train = self._read_side("train", self.train_json, self.train_images)
         val = self._read_side("val", val_json, self.val_images)
         return CocoDatasets(train, val)
@@ -61,21 +65,17 @@ class DatasetFlags:
     ) -> dict[str, CocoDataset]:
         if annotations is None and images is None:
             return {}
-        labels = ""
+        labels = photos = ""
         if annotations is not None:
             labels = existing_path(f"--{side}-json", annotations, os.path.exists)
-        if annotations is None or (images is None and not is_layout(labels)):
-            missing = "json" if annotations is None else "images"
-            raise ConfigError(
-                f"--{side}-{missing}: not given. Fix: give --{side}-json and --{side}-images together."
-            )
         if images is not None:
-            images = existing_path(f"--{side}-images", images, os.path.isdir)
-
+            photos = existing_path(f"--{side}-images", images, os.path.isdir)
         val_fraction = self.val_fraction if side == "train" else None
         if val_fraction is not None:
             check_fraction("--val-fraction", val_fraction)
-        dataset = CocoDataset(labels, images or "", val_fraction or 0.0)
+
+        dataset = CocoDataset(labels, photos, val_fraction or 0.0)
+        check_pair(dataset, f"--{side}-")
         name = "custom" if self.dataset is None else self.dataset
         return {f"{name}_{side}": dataset}
 
@@ -121,17 +121,14 @@ class RunRequest:
     @classmethod
     def from_flags(cls, args: argparse.Namespace) -> "RunRequest":
         """Take a request from parsed flags; flags of other programs are left out."""
-        flags = vars(args)
-        own = {f.name: flags[f.name] for f in fields(cls) if flags.get(f.name)}
-        opts = tuple(flags.get("opts") or ())
+        flags = {key: value for key, value in vars(args).items() if value is not None}
+        data = {f.name: flags[f.name] for f in fields(DatasetFlags) if f.name in flags}
+        own = {f.name: flags[f.name] for f in fields(cls) if f.name in flags}
+
+        opts = tuple(own.get("opts", ()))
         own["opts"] = opts[1:] if opts[:1] == ("--",) else opts  # argparse keeps it
-        own["num_gpus"] = flags.get("num_gpus", 1)
-        # 0 is refused, not left out
-        for name in ("epochs", "minutes"):
-            own[name] = flags.get(name)
-        names = [f.name for f in fields(DatasetFlags)]
-        data = DatasetFlags(**{name: flags.get(name) for name in names})
-        return cls(**{**own, "data": data})
+        own["data"] = DatasetFlags(**data)
+        return cls(**own)
 
     def changes(self, key: str) -> bool:
         """Return whether the user has set a config key beside the yaml."""

@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog
 
 from ...atomic import atomic_write
 from ...errors import ConfigError, DataError, summarize_names
-from ...modeling.build import object_count_keys
 from ...weights.opening import config_beside, local_file
 from ..dataset.coco_content import MALFORMED, read_json
 from ..dataset.datasets_yaml import DATASETS_FILE, CocoDatasets, read_datasets
 from ..dataset.layouts import labels_digest
+from ..dataset.recipe import class_values
 from ..dataset.registration import register_datasets
-from ..dataset.source import own_source
+from ..dataset.source import is_foreign, own_sources
 from .request import RunRequest
 
 log = logging.getLogger(__name__)
@@ -58,28 +57,14 @@ def use_datasets(cfg: CfgNode, request: RunRequest) -> None:
     values: dict[str, Any] = {"DATASETS.TEST": tuple(named.val)}
     if named.train:
         values["DATASETS.TRAIN"] = tuple(named.train)
-    values |= _class_values(cfg, [*named.train, *named.val])
+    sources = own_sources([*named.train, *named.val])
+    # the first dataset decides
+    for source in reversed(sources.values()):
+        with contextlib.suppress(OSError, DataError):  # the checks report why
+            values |= class_values(cfg, source.fingerprint)
     for key, value in values.items():
         if not request.changes(key):
             cfg.merge_from_list([key, value])
-
-
-def _class_values(cfg: CfgNode, names: list[str]) -> dict[str, Any]:
-    """Return the config keys of the classes in the first readable dataset, and of the mask format."""
-    keys = set(object_count_keys(cfg))
-    values: dict[str, Any] = {}
-    for name in names:
-        source = own_source(name)
-        if source is None:
-            continue
-        with contextlib.suppress(OSError, DataError):  # the checks report why
-            data = source.fingerprint
-            if data.classes and not keys.intersection(values):
-                values |= dict.fromkeys(keys, len(data.classes))
-            if data.masks["rle"]:
-                # in which Detectron2 reads RLE, also for validation losses
-                values["INPUT.MASK_FORMAT"] = "bitmask"
-    return values
 
 
 def use_recorded_datasets(
@@ -89,8 +74,7 @@ def use_recorded_datasets(
     record = Path(config_file).with_name(DATASETS_FILE)
     names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
     # own datasets have the names of flags, which another run may have registered
-    is_foreign = [name in DatasetCatalog and own_source(name) is None for name in names]
-    if record.is_file() and not all(is_foreign):
+    if record.is_file() and not all(map(is_foreign, names)):
         register_datasets(read_datasets(str(record)), folder)
         _note_changed_labels(record.with_name(_SOURCES))
 
@@ -100,25 +84,27 @@ def record_sources(cfg: CfgNode, folder: str) -> None:
     known = _read_sources(Path(cfg.OUTPUT_DIR, _SOURCES))
     output = os.path.abspath(cfg.OUTPUT_DIR)
     sources = {}
-    for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
-        source = own_source(name)
-        if source is None or not os.path.exists(source.origin):
+    named = own_sources((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
+    for name, source in named.items():
+        file = source.labels.path
+        if not os.path.exists(file):
             continue
-        is_derived = Path(source.origin).is_relative_to(output)
+        is_derived = Path(file).is_relative_to(output)
         if is_derived and name in known:  # a resumed or evaluated run
             sources[name] = known[name]
         else:
-            digest = labels_digest(source.origin, source.dataset.images)
-            sources[name] = [source.origin, digest]
+            digest = labels_digest(file, source.dataset.images)
+            sources[name] = [file, digest]
     with atomic_write(Path(folder, _SOURCES)) as temporary:
         temporary.write_text(json.dumps(sources, indent=2))
 
 
 def _note_changed_labels(record: Path) -> None:
     """Let the checks tell which labels are scored, if the user's files have changed since the run."""
-    for name, (file, digest) in _read_sources(record).items():
-        source = own_source(name)
-        if source is None or not os.path.exists(file):
+    recorded = _read_sources(record)
+    for name, source in own_sources(recorded).items():
+        file, digest = recorded[name]
+        if not os.path.exists(file):
             continue
         if labels_digest(file, source.dataset.images) == digest:
             continue
@@ -164,9 +150,8 @@ def _check_unseen(given: CocoDatasets, config_file: str) -> None:
         with contextlib.suppress(OSError, DataError, *MALFORMED):
             trained |= _image_names(read_json(dataset.json))
 
-    for name in given.val:
-        source = own_source(name)
-        if source is None or not source.part:
+    for source in own_sources(given.val).values():
+        if not source.part:
             continue
         common = trained & _image_names(source.content)
         if common:

@@ -21,7 +21,7 @@ from ...errors import CheckReport, ConfigError
 from ...weights import LazyCheckpoint, open_start_weights
 from ...weights.opening import local_file
 from ..dataset.registration import record_datasets
-from ..dataset.source import CocoSource, own_source
+from ..dataset.source import CocoSource, own_sources
 from .checks import check_run
 from .folder import check_output, lock_output, remove_files, stale_output
 from .logs import log_to
@@ -52,7 +52,7 @@ class OpenRun:
                     remove_unfinished(os.path.join(folder, part))
                 _write_record(self.cfg, folder, replaces=not self.weights.resumed)
         with in_all_processes():  # another machine may not share the folder
-            for source in _sources(self.cfg):
+            for source in _sources(self.cfg).values():
                 source.write()
 
 
@@ -77,44 +77,32 @@ def open_run(
     may_resume = resume or (resume is None and not overwrite)
     with contextlib.ExitStack() as lock:
         with in_all_processes():
+            # An earlier folder is locked first: another training could write a newer checkpoint than is opened.
+            # A new one is made after the checks, so that a refused run leaves none.
             is_new = not os.path.isdir(folder)
             if is_main and not is_new:
-                # now: another training could write a newer checkpoint than is opened
                 lock.enter_context(lock_output(folder))
             weights = open_start_weights(
                 cfg.MODEL.WEIGHTS, output if may_resume else ""
             )
-            report = CheckReport()
-            if is_main:
-                check_output(
-                    output,
-                    weights,
-                    report,
-                    resume=resume,
-                    keeps=not (eval_only or overwrite),
-                    best=cfg.TEST.BEST,
-                )
-                if ignore_preflight:
-                    # only --overwrite may replace finished work
-                    report.raise_errors()
-                check_run(
-                    cfg,
-                    weights,
-                    report,
-                    eval_only=eval_only,
-                    allow_partial=allow_partial,
-                    own_evaluator=own_evaluator,
-                )
-            if not ignore_preflight:
-                report.raise_errors()
+            report = _check(
+                cfg,
+                weights,
+                resume=resume,
+                keeps=not (eval_only or overwrite),
+                ignore_preflight=ignore_preflight,
+                eval_only=eval_only,
+                allow_partial=allow_partial,
+                own_evaluator=own_evaluator,
+            )
             weights.checkpoint()  # fetches remote weights, raises the error of opening it
-
             if is_main and is_new:
                 lock.enter_context(lock_output(folder))
-            is_first = not (eval_only or weights.resumed)
+
             stale: list[Path] = []
             if is_main:
-                origins = [source.origin for source in _sources(cfg)]
+                is_first = not (eval_only or weights.resumed)
+                origins = [source.labels.path for source in _sources(cfg).values()]
                 stale = stale_output(
                     output,
                     metrics=is_first,
@@ -131,11 +119,32 @@ def open_run(
         return OpenRun(cfg, weights, lock.pop_all(), stale)
 
 
-def _sources(cfg: CfgNode) -> list[CocoSource]:
+def _check(
+    cfg: CfgNode,
+    weights: LazyCheckpoint,
+    *,
+    resume: bool | None,
+    keeps: bool,
+    ignore_preflight: bool,
+    **run: bool,
+) -> CheckReport:
+    """Check folder and ``run`` on the main process; raise the errors unless they are ignored."""
+    report = CheckReport()
+    if comm.is_main_process():
+        output, best = cfg.OUTPUT_DIR, cfg.TEST.BEST
+        check_output(output, weights, report, resume=resume, keeps=keeps, best=best)
+        if ignore_preflight:
+            # only --overwrite may replace finished work
+            report.raise_errors()
+        check_run(cfg, weights, report, **run)
+    if not ignore_preflight:
+        report.raise_errors()
+    return report
+
+
+def _sources(cfg: CfgNode) -> dict[str, CocoSource]:
     """Return the open datasets of a run."""
-    names = dict.fromkeys((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
-    sources = map(own_source, names)
-    return [source for source in sources if source is not None]
+    return own_sources((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
 
 
 def _log_to_folder(cfg: CfgNode, folder: str, *, eval_only: bool) -> None:

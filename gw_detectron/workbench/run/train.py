@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog
 from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 
@@ -163,8 +162,7 @@ def _use_recipe(cfg: CfgNode, request: RunRequest) -> dict[str, str]:
     flag = "--minutes" if request.minutes is not None else "--epochs"
     if request.auto:
         flag = "--auto"
-    names = [name for name in cfg.DATASETS.TRAIN if name in DatasetCatalog]
-    opened = map(open_dataset, names)
+    opened = map(open_dataset, cfg.DATASETS.TRAIN)
     sources = [source for source in opened if source is not None]
     if not sources or len(sources) < len(cfg.DATASETS.TRAIN):
         listed = ", ".join(cfg.DATASETS.TRAIN) or "no dataset"

@@ -57,6 +57,7 @@ from ...weights import (
     open_start_weights,
     trained_classes,
 )
+from ..dataset.coco_scores import coco_tasks
 from ..dataset.dataset_checks import wrong_evaluator
 from ..dataset.metadata import classes_of
 from ..images import ImageNamingMapper
@@ -280,16 +281,11 @@ class Trainer(DefaultTrainer):
         if architecture == "SemanticSegmentor":
             return SemSegEvaluator(dataset_name, output_dir=folder)
 
-        tasks = {
-            "bbox": True,
-            "segm": cfg.MODEL.MASK_ON,
-            "keypoints": cfg.MODEL.KEYPOINT_ON,
-        }
         objects = build_coco_evaluator(
             dataset_name,
             folder,
             detections=cfg.TEST.DETECTIONS_PER_IMAGE,
-            tasks=tuple(task for task, wanted in tasks.items() if wanted),
+            tasks=coco_tasks(cfg),
             kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
         )
         if architecture != "PanopticFPN":

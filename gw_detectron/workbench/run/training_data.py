@@ -31,8 +31,7 @@ _ATTEMPTS = 100  # images to try in place of one that the mapper rejects
 def build_training_data(cfg: CfgNode, mapper: Mapper) -> Any:
     """Build :class:`TrainingData`, or Detectron2's own loader, whose position cannot be stored.
 
-    Detectron2's is for datasets that are not lists of records, or have no ``width`` and ``height``
-    for grouping by aspect ratio.
+    Detectron2's is for datasets that are not lists of records.
 
     Args:
         mapper: makes an example of a record, or returns None to try another one.
@@ -40,10 +39,6 @@ def build_training_data(cfg: CfgNode, mapper: Mapper) -> Any:
     options = _train_loader_from_config(cfg, mapper=mapper)
     records = options["dataset"]
     if not isinstance(records, list):
-        return build_detection_train_loader(**options)
-
-    has_sizes = all("width" in record and "height" in record for record in records)
-    if options["aspect_ratio_grouping"] and not has_sizes:
         return build_detection_train_loader(**options)
     return TrainingData(cfg, records, mapper)
 
@@ -80,7 +75,11 @@ class TrainingData:
                 f"share it evenly. Fix: give a multiple of {processes}."
             )
 
-        wide = [grouping and record["width"] > record["height"] for record in records]
+        # a record without a size counts as not wide
+        sizes = [
+            (record.get("width", 0), record.get("height", 0)) for record in records
+        ]
+        wide = [grouping and width > height for width, height in sizes]
         self._group = np.array(wide, dtype=np.int8)
         self._records = DatasetFromList(records, copy=False)
 

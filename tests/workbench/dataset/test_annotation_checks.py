@@ -7,9 +7,11 @@ import pycocotools.mask as mask_util
 import pytest
 
 from gw_detectron.errors import DataError
-from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
+from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds
 from gw_detectron.workbench.dataset.coco_content import complete_coco
 from gw_detectron.workbench.dataset.geometry import is_run_length, mask_boxes
+
+from ..sound_run import coco_faults
 
 TRAIN = DatasetNeeds(training=True, masks=True)
 TEST = DatasetNeeds(training=False, masks=True)
@@ -156,7 +158,7 @@ REFUSED = {
 def test_masks_and_boxes_that_contradict_each_other_are_refused(change, words, needs):
     content = objects(change, first=10)
 
-    errors, _ = check_coco(content, needs)
+    errors, _ = coco_faults(content, needs)
 
     errors = [error for error in errors if "an area" not in error]  # which may follow
     assert len(errors) == 1
@@ -167,7 +169,7 @@ def test_masks_and_boxes_that_contradict_each_other_are_refused(change, words, n
 def test_few_contradictions_are_a_warning():
     change, _ = REFUSED["the center of the box"]
 
-    errors, (warning,) = check_coco(objects(change, first=COUNT - 1), TRAIN)
+    errors, (warning,) = coco_faults(objects(change, first=COUNT - 1), TRAIN)
 
     assert not errors
     assert "1 of 20" in warning
@@ -195,7 +197,7 @@ def test_annotations_as_tools_and_people_write_them_pass(change, needs):
     content = objects(change)
     needs = needs._replace(masks=has_masks(content), keypoints=2)
 
-    assert check_coco(content, needs) == ([], [])
+    assert coco_faults(content, needs) == ([], [])
     assert complete_coco(content)[0] is content
 
 
@@ -215,7 +217,7 @@ def test_run_lengths_of_any_counts_are_accepted():
 def test_flags_that_are_neither_set_nor_unset_are_refused(flag, field, needs):
     content, _ = complete_coco(objects(lambda *b: {field: flag}, first=COUNT - 1))
 
-    (error,), _ = check_coco(content, needs)
+    (error,), _ = coco_faults(content, needs)
 
     assert error.startswith("1 of 20 annotations have an iscrowd or ignore")
     assert "ids 20" in error
@@ -229,7 +231,7 @@ def test_polygons_that_cost_detectron2_the_box_are_told_without_masks(mask, need
     fields = {"segmentation": mask}
     content = objects(lambda *b: fields, first=COUNT - 3)
 
-    errors, warnings = check_coco(content, needs._replace(masks=False))
+    errors, warnings = coco_faults(content, needs._replace(masks=False))
 
     (text,) = errors + warnings
     assert text.startswith("3 of 20")
@@ -264,7 +266,7 @@ WARNED = {
 def test_unusual_annotations_are_counted(change, first, words):
     content = objects(change, first)
 
-    errors, warnings = check_coco(content, TRAIN._replace(masks=has_masks(content)))
+    errors, warnings = coco_faults(content, TRAIN._replace(masks=has_masks(content)))
 
     assert not errors
     (warning,) = [warning for warning in warnings if words in warning]
@@ -290,20 +292,20 @@ def test_areas_that_the_geometry_refutes_are_refused_or_replaced(area, masks):
     before = copy.deepcopy(content)
     evaluation = TEST._replace(masks=masks)
 
-    errors, _ = check_coco(content, evaluation)
+    errors, _ = coco_faults(content, evaluation)
     completed, (note,) = complete_coco(content)
 
     assert any("area" in error for error in errors)
     assert "10 of 20" in note
     areas = [annotation["area"] for annotation in completed["annotations"]]
     assert areas == [annotation["area"] for annotation in objects()["annotations"]]
-    assert check_coco(completed, evaluation) == ([], [])
+    assert coco_faults(completed, evaluation) == ([], [])
     assert content == before
 
 
 def test_areas_are_not_asked_of_a_training():
     content = objects(lambda *b: {"area": -1})
-    assert check_coco(content, TRAIN) == ([], [])
+    assert coco_faults(content, TRAIN) == ([], [])
 
 
 KEYPOINTS = {
@@ -317,11 +319,11 @@ KEYPOINTS = {
 def test_keypoints_are_counted(changes):
     content = objects(lambda *b: changes, first=10)
 
-    errors, _ = check_coco(content, KEYPOINT_TEST)
+    errors, _ = coco_faults(content, KEYPOINT_TEST)
     completed, _ = complete_coco(content)
 
     assert errors
-    assert check_coco(completed, KEYPOINT_TEST) == ([], [])
+    assert coco_faults(completed, KEYPOINT_TEST) == ([], [])
     labeled = 0 if "keypoints" in changes else 1
     assert completed["annotations"][-1]["num_keypoints"] == labeled
 
@@ -332,12 +334,12 @@ def test_null_keypoints_are_completed():
 
     completed, _ = complete_coco(content)
 
-    assert check_coco(completed, KEYPOINT_TEST) == ([], [])
+    assert coco_faults(completed, KEYPOINT_TEST) == ([], [])
     assert completed["annotations"][-1]["num_keypoints"] == 0
 
 
 def test_another_number_of_keypoints_is_refused():
-    (error,), _ = check_coco(objects(), TRAIN._replace(keypoints=3))
+    (error,), _ = coco_faults(objects(), TRAIN._replace(keypoints=3))
     assert "NUM_KEYPOINTS" in error
 
 
@@ -349,7 +351,7 @@ def test_keypoints_outside_of_their_box_are_refused(keypoints):
     fields = {"keypoints": keypoints}
     content = objects(lambda *b: fields, first=9)
 
-    (error,), _ = check_coco(content, KEYPOINT_TRAIN)
+    (error,), _ = coco_faults(content, KEYPOINT_TRAIN)
 
     assert "keypoints outside" in error
 
@@ -359,18 +361,18 @@ def test_keypoints_of_crowds_are_not_checked(needs):
     fields = {"keypoints": [300, 200, 2, 0, 0, 0], "num_keypoints": 9, "iscrowd": 1}
     content = objects(lambda *b: fields, first=COUNT - 3)
 
-    errors, _ = check_coco(content, needs)
+    errors, _ = coco_faults(content, needs)
 
     assert not errors
 
 
 def test_counts_of_keypoints_are_not_checked_where_only_boxes_are_evaluated():
     content = objects(lambda *b: {"num_keypoints": 9})
-    assert check_coco(content, TEST) == ([], [])
+    assert coco_faults(content, TEST) == ([], [])
 
 
 def test_another_format_is_told_by_its_keys():
     labelme = {"shapes": [], "imagePath": "a.jpg", "imageData": None}
     with pytest.raises(DataError) as error:
-        check_coco(labelme, TRAIN)
+        coco_faults(labelme, TRAIN)
     assert "shapes, imagePath, imageData" in str(error.value)

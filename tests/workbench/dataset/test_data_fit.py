@@ -3,6 +3,7 @@
 import pytest
 
 from gw_detectron.config import default_config
+from gw_detectron.errors import CheckReport
 from gw_detectron.workbench.dataset.data_fit import check_fit
 from gw_detectron.workbench.dataset.fingerprint import read_fingerprint
 
@@ -37,7 +38,9 @@ def warnings(
     cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[size] for size in anchors]
     cfg.MODEL.RPN.IN_FEATURES = levels
     cfg.MODEL.RETINANET.IN_FEATURES = levels
-    return list(check_fit(cfg, {"a": trained, "b": tested}, eval_only=eval_only))
+    report = CheckReport()
+    check_fit(cfg, {"a": trained, "b": tested}, report, eval_only=eval_only)
+    return report.warnings
 
 
 MANY = {"TEST__DETECTIONS_PER_IMAGE": 500}

@@ -16,9 +16,10 @@ from PIL import ExifTags, Image
 from gw_detectron.config import shipped_configs
 from gw_detectron.errors import DataError, MissingPackageError
 from gw_detectron.weights import RUN_RECORD_KEY, RunRecord
-from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
+from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds
+from gw_detectron.workbench.dataset.fingerprint import read_fingerprint
 
-from ..sound_run import coco_content, only_error
+from ..sound_run import coco_content, coco_faults, only_error
 
 TRAIN = DatasetNeeds(training=True, masks=True)
 TEST = DatasetNeeds(training=False, masks=True)
@@ -240,7 +241,7 @@ def test_images_that_cannot_be_read(check, coco, tmp_path):
 
     first, second = check(DATASETS__TEST=()).errors
 
-    assert "1 of 2 checked images cannot be used: not an image file" in first
+    assert "1 of 2 checked images cannot be read: not an image file" in first
     assert "a.jpg" in first
     assert "more than 8 bits" in second
     assert "Fix: set INPUT.PERCENTILES" in second
@@ -327,7 +328,7 @@ def test_a_malformed_record_is_shown(kind, index, changes, needs):
     content[kind][index] |= changes
 
     with pytest.raises(DataError) as raised:
-        check_coco(content, needs)
+        coco_faults(content, needs)
 
     assert len(str(raised.value)) < 300
 
@@ -341,7 +342,7 @@ def test_a_record_of_another_kind_is_refused(kind, record, needs):
     content[kind][0] = record
 
     with pytest.raises(DataError):
-        check_coco(content, needs)
+        coco_faults(content, needs)
 
 
 FAULTS = [
@@ -365,7 +366,7 @@ def test_a_fault_is_counted_and_named(changes, words, needs):
     annotation = content["annotations"][1]
     annotation |= changes
 
-    (error,), warnings = check_coco(content, needs)
+    (error,), warnings = coco_faults(content, needs)
 
     assert error.startswith("1 of 2 annotations")
     assert words in error
@@ -378,7 +379,7 @@ def test_two_categories_of_the_same_name_are_a_warning(needs):
     content = coco_content()
     content["categories"][1]["name"] = "dog"
 
-    errors, (warning,) = check_coco(content, needs)
+    errors, (warning,) = coco_faults(content, needs)
 
     assert not errors
     assert "one name (dog)" in warning
@@ -392,7 +393,7 @@ def test_images_may_have_names_as_ids(needs):
     ):
         image["id"] = annotation["image_id"] = image["file_name"]
 
-    assert check_coco(content, needs) == ([], [])
+    assert coco_faults(content, needs) == ([], [])
 
 
 def test_missing_fields(check, coco, content):
@@ -402,7 +403,7 @@ def test_missing_fields(check, coco, content):
     assert "1 of 2 annotations have no area, iscrowd (ids 1)" in only_error(check())
 
     del second["bbox"]
-    (error,), _ = check_coco(content, TRAIN)
+    (error,), _ = coco_faults(content, TRAIN)
     assert "have no bbox" in error
 
 
@@ -422,7 +423,7 @@ def test_run_lengths_of_crowds_need_no_bitmask(needs):
     content = coco_content()
     content["annotations"][0] |= {"segmentation": RLE, "iscrowd": 1}
 
-    errors, _ = check_coco(content, needs._replace(run_lengths=False))
+    errors, _ = coco_faults(content, needs._replace(run_lengths=False))
 
     assert errors == []
 
@@ -453,19 +454,30 @@ def test_a_config_that_crops_polygons_needs_shapely(monkeypatch):
 
 
 def assert_not_learned(changes, needs):
-    """Change one of two annotations, which is a warning, then both, which is an error."""
+    """Change one of two annotations, which is a warning, then both, which leaves no object."""
     content = coco_content()
     first, second = content["annotations"]
     second |= changes
 
-    errors, (warning,) = check_coco(content, needs)
+    errors, (warning,) = coco_faults(content, needs)
 
     assert not errors
     assert "1 of 2 annotations" in warning
 
+    assert len(read_fingerprint(content).boxes) == 1
     first |= changes
-    with pytest.raises(DataError, match="nothing to learn"):
-        check_coco(content, needs._replace(training=True))
+    assert len(read_fingerprint(content).boxes) == 0
+
+
+def test_a_dataset_without_objects(check, coco, content):
+    for annotation in content["annotations"]:
+        annotation["iscrowd"] = 1
+    coco()
+
+    report = check()
+
+    assert "nothing to learn from" in only_error(report)
+    assert any("no object to evaluate" in warning for warning in report.warnings)
 
 
 @NEEDS
@@ -506,12 +518,12 @@ def test_boxes_in_another_format(needs, boxes, words):
     needs = needs._replace(masks=False)
 
     content["annotations"] = annotations
-    (error,), _ = check_coco(content, needs)
+    (error,), _ = coco_faults(content, needs)
     assert "2 of 3 annotations" in error
     assert words in error
 
     content["annotations"] = annotations[1:]  # half of them could be so
-    errors, _ = check_coco(content, needs)
+    errors, _ = coco_faults(content, needs)
     assert not errors
 
 
@@ -519,10 +531,10 @@ def test_boxes_in_another_format(needs, boxes, words):
 def test_an_annotation_without_a_positive_id_counts_as_a_miss(content, number):
     content["annotations"][0]["id"] = number
 
-    _, (warning,) = check_coco(content, TEST)
+    _, (warning,) = coco_faults(content, TEST)
 
     assert "not a positive integer" in warning
-    assert check_coco(content, TRAIN) == ([], [])
+    assert coco_faults(content, TRAIN) == ([], [])
 
 
 def test_fields_of_coco_are_not_asked_of_datasets_with_other_evaluators(check):

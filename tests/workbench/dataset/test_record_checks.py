@@ -5,6 +5,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.structures import BoxMode
 from PIL import Image
 
+from gw_detectron.errors import CheckReport
 from gw_detectron.workbench.dataset.record_checks import check_records
 
 from ..sound_run import only_error
@@ -31,13 +32,20 @@ def records(count=3, **changes):
     return made
 
 
+def record_faults(found, classes, evaluated):
+    """Return the errors and warnings of records."""
+    report = CheckReport()
+    check_records(found, classes, report, evaluated=evaluated)
+    return report.errors, report.warnings
+
+
 def test_sound_records_have_no_error():
     for evaluated in (False, True):
-        assert check_records(records(), CLASSES, evaluated=evaluated) == ([], [])
+        assert record_faults(records(), CLASSES, evaluated=evaluated) == ([], [])
     without_id = records(image_id=None)
-    assert check_records(without_id, CLASSES, evaluated=False) == ([], [])
+    assert record_faults(without_id, CLASSES, evaluated=False) == ([], [])
     semantic = [{"file_name": "a.png", "sem_seg_file_name": "b.png"}]
-    assert check_records(semantic, None, evaluated=True) == ([], [])
+    assert record_faults(semantic, None, evaluated=True) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -50,7 +58,7 @@ def test_sound_records_have_no_error():
     ],
 )
 def test_fields_that_the_evaluation_reads(changes, word):
-    (error,), _ = check_records(records(**changes), CLASSES, evaluated=True)
+    (error,), _ = record_faults(records(**changes), CLASSES, evaluated=True)
     assert word in error
 
 
@@ -58,7 +66,7 @@ def test_fields_that_the_evaluation_reads(changes, word):
 def test_classes_that_detectron2_cannot_use(category):
     found = records()
     found[1]["annotations"][0]["category_id"] = category
-    (error,), _ = check_records(found, CLASSES, evaluated=False)
+    (error,), _ = record_faults(found, CLASSES, evaluated=False)
     assert "1 of 3 annotations have a category_id" in error
 
 
@@ -66,14 +74,14 @@ def test_rotated_boxes_are_a_warning():
     found = records()
     for record in found:
         record["annotations"][0]["bbox_mode"] = BoxMode.XYWHA_ABS
-    errors, warnings = check_records(found, CLASSES, evaluated=False)
+    errors, warnings = record_faults(found, CLASSES, evaluated=False)
     assert not errors and "bbox_mode" in warnings[0]
 
 
 def test_no_records_and_no_classes():
-    (error,), _ = check_records([], CLASSES, evaluated=False)
+    (error,), _ = record_faults([], CLASSES, evaluated=False)
     assert "no records" in error
-    (error,), _ = check_records(records(), None, evaluated=True)
+    (error,), _ = record_faults(records(), None, evaluated=True)
     assert "thing_classes" in error
 
 

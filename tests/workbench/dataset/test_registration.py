@@ -179,7 +179,7 @@ def test_derived_files_are_written_when_the_run_begins(folder, files):
     assert val.sha256() == digest
     assert DatasetCatalog.get("table_train") == records  # read from the file
     assert own_source("coco_2017_val") is None
-    assert train.origin == files[0]
+    assert train.labels.path == files[0]
 
 
 def test_a_split_does_not_replace_its_source(folder, files):

@@ -34,7 +34,7 @@ def test_another_file_is_told_by_its_kind(tmp_path, words, content):
     path = tmp_path / "photo.jpg"
     path.write_bytes(content)
 
-    assert_refused(path, f"photo.jpg'.: not an image file: {words}")
+    assert_refused(path, f"photo.jpg'.: cannot be read: not an image file: {words}")
 
 
 def test_more_pixels_than_pillow_reads_need_tiles(tmp_path, monkeypatch):

@@ -33,11 +33,12 @@ def turned() -> Image.Exif:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Images in a folder and below it, and a file that is no image."""
+    """Images in a folder and below it, and files that are no images."""
     (tmp_path / "below").mkdir()
     for name in ("c.png", "b.TIF", "below/a.jpg"):
         Image.new("RGB", (300, 400)).save(tmp_path / name)
     (tmp_path / "d.heic").touch()
+    (tmp_path / "._c.png").touch()  # of macOS, beside a copy of c.png
     return tmp_path
 
 

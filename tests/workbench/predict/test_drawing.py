@@ -104,16 +104,7 @@ def test_prediction_and_ground_truth_are_drawn_alike():
     assert difference.any()  # the score
 
 
-@pytest.mark.parametrize(
-    ("name", "label"),
-    [
-        ("cup", "cup"),
-        ("\u676f", r"\u676f"),  # no glyph in the font: a box for any character
-        ("a\x1b[31m", r"a\x1b[31m"),
-        ("c" * 10_000, "c" * 40),
-    ],
-)
-def test_names_are_labels_that_the_font_can_draw(name, label):
-    labels = _labels([name, "other"], [0], [0.5], None)
-
-    assert labels == [f"{label} 50%"]
+def test_labels_have_class_score_and_note():
+    assert _labels(["cup", "can"], [1, 0], [0.5, 0.9], None) == ["can 50%", "cup 90%"]
+    assert _labels(["cup"], [0, 0], None, ["missed", ""]) == ["missed", ""]
+    assert _labels([], [7], None, None) == ["7"]

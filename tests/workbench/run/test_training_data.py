@@ -23,7 +23,6 @@ from gw_detectron.workbench.run.randomness import (
     seeded_generators,
 )
 from gw_detectron.workbench.run.training_data import (
-    TrainingData,
     _ExampleDataset,
     build_training_data,
 )
@@ -195,12 +194,15 @@ def test_workers_end_with_a_process_that_keeps_its_loader(cfg):
         process.kill()
 
 
-def test_records_without_sizes_are_left_to_detectron2(cfg):
+def test_records_without_sizes_are_one_group(cfg):
     records = [dict(record) for record in DatasetCatalog.get("tiny_records")]
-    del records[1]["width"]
+    for record in records:
+        del record["width"], record["height"]
     DatasetCatalog.register("no_sizes", lambda: records)
     cfg.DATASETS.TRAIN = ("no_sizes",)
-    assert not isinstance(build_training_data(cfg, dict), TrainingData)
+    assert cfg.DATALOADER.ASPECT_RATIO_GROUPING
+
+    grouped = take(build_training_data(cfg, dict), 20)
 
     cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
-    assert len(take(build_training_data(cfg, dict), 5)) == 5
+    assert images_of(grouped) == images_of(take(build_training_data(cfg, dict), 20))

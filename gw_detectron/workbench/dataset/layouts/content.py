@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...console import progress_bar
 from ...images import read_header
 
@@ -63,6 +65,17 @@ class ContentBuilder:
             "annotations": self.annotations,
             "categories": categories,
         }
+
+
+def clipped_box(edges: np.ndarray, image: Mapping[str, Any]) -> list[float]:
+    """Return x, y, width and height of what a photo shows of a box left, top, right, bottom.
+
+    A box without an area is left to the checks.
+    """
+    size = (image["width"], image["height"])
+    low = edges[:2].clip(0, size)
+    high = edges[2:].clip(low, size)
+    return [*low.tolist(), *(high - low).tolist()]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 from ....config import parse_config
 from ....errors import ConfigError, DataError
-from .files import list_files, only_images, read_text
+from ...images.image_files import list_files, only_images
+from .files import read_text
 
 YAML = (".yaml", ".yml")
 _NAME_FILES = ("classes.txt", "obj.names", "*.names", "_darknet.labels")
@@ -103,11 +104,6 @@ def names_in(tree: Mapping[str, Any], path: Path) -> list[str]:
         raise ConfigError(
             f"'{path}', names: not a list of texts, or numbers from 0 without a gap. Fix: write names: [cat, dog], "
             "and yes, no, on and off in quotes."
-        )
-    count = tree.get("nc", len(names))
-    if count != len(names):
-        raise ConfigError(
-            f"'{path}', nc ({count}): names has {len(names)} classes. Fix: correct one of them."
         )
     return names
 

@@ -9,47 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ....errors import DataError, summarize_names
-from ...images.image_files import IMAGE_SUFFIXES
+from ...images.image_files import list_files, only_images
 
 #: names of folders, and ends of file names, of masks
 MASK_NAME = re.compile(
     r"(?i)(^|[_-])((cp_)?masks?|labels?|instances?|seg|Segmentation(Class|Object))([_-]?\d+)?$"
 )
-_MOST_BYTES = 2**24  # of a label file
-
-
-def list_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """List the files below a folder and in linked folders, sorted; hidden ones are left out."""
-    seen = set()
-    files = []
-    for place, below, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen:
-            below.clear()
-            continue
-        seen.add(real)
-        below[:] = [name for name in below if not name.startswith((".", "__MACOSX"))]
-        files += [Path(place, name) for name in names if not name.startswith(".")]
-    return sorted(files)
-
-
-def only_images(files: Iterable[Path]) -> list[Path]:
-    """Return the image files among others."""
-    return [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
-
-
-def read_bytes(path: Path) -> bytes:
-    """Read a label file; a huge one is a DataError."""
-    if path.stat().st_size > _MOST_BYTES:
-        raise DataError(
-            f"'{path}': more than 16 MiB, too much for the labels of a photo. Fix: remove or split it."
-        )
-    return path.read_bytes()
 
 
 def read_text(path: Path) -> str:
     """Read a label file in UTF-8, or in UTF-16 with its mark, as PowerShell writes it."""
-    content = read_bytes(path)
+    content = path.read_bytes()
     is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
         return content.decode("utf-16" if is_utf16 else "utf-8-sig")

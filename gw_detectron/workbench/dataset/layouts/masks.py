@@ -10,13 +10,13 @@ import pycocotools.mask as mask_util
 
 from ....errors import DataError
 from ...images.headers import image_errors, open_header
+from ...images.image_files import only_images
 from .content import ContentBuilder, Layout, with_progress
 from .files import (
     MASK_NAME,
     find_photos,
     no_photo,
     note_left_out,
-    only_images,
     photos_of,
 )
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from ....errors import ConfigError, DataError, summarize_names
 from ....weights.reading import sha256_of
+from ...images.image_files import list_files
 from ..coco_content import read_json
 from .content import ContentBuilder, Layout
 from .data_yaml import YAML, read_data_yaml, yaml_of_folder
-from .files import list_files
 from .masks import masks_layout
 from .voc import voc_layout, voc_list
 from .yolo import yaml_layout, yolo_files, yolo_layout, yolo_list

@@ -10,9 +10,10 @@ import numpy as np
 
 from ....errors import DataError, printable, summarize_names
 from ...images.headers import open_header, orientation
-from .content import ContentBuilder, Layout, with_progress
+from ...images.image_files import list_files
+from .content import ContentBuilder, Layout, clipped_box, with_progress
 from .data_yaml import find_names
-from .files import label_of_each, list_files, photos_of, read_bytes, read_text
+from .files import label_of_each, photos_of, read_text
 
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 _DECLARATION = r"\s*<\?xml[^>]*\?>"
@@ -78,8 +79,7 @@ def _read_voc(
         image = builder.add_photo(photo)
         size = (image["width"], image["height"])
         given = _size(root)
-        with open_header(photo) as file:
-            exif = orientation(file)
+        exif = _orientation_of(photo)
         turn = _TURNS.get(exif) if given == size[::-1] != size else None
         # a half turn, a mirror or a square has no sign of it in the size
         is_clear = exif in _TURNS and given in (size, size[::-1]) and size[0] != size[1]
@@ -87,22 +87,7 @@ def _read_voc(
             unclear.append(photo.name)
         if given not in (None, size) and turn is None:
             wrong_sizes.append(f"'{xml}' has {given[0]} x {given[1]}, '{photo}' {size}")
-
-        for number, each in enumerate(root.iter("object"), start=1):
-            where = f"'{xml}', object {number} ('{printable(_name(each))}')"
-            if not _name(each):
-                raise DataError(f"{where}: has no name. Fix: write its class.")
-
-            edges = _edges(each, where)
-            if turn is not None:
-                edges = _turned(edges, size, turn)
-            box = _coco_box(edges, size)
-
-            # VOC neither trains on nor counts difficult objects, as COCO with crowds
-            is_difficult = _flag(each, "difficult")
-            builder.add_object(
-                image, names.index(_name(each)), box, iscrowd=is_difficult
-            )
+        _add_objects(builder, image, xml, root, names, turn)
 
     _check_sizes(wrong_sizes, len(roots), builder.notes)
     if unclear:
@@ -113,9 +98,39 @@ def _read_voc(
     return names
 
 
+def _orientation_of(photo: Path) -> int:
+    with open_header(photo) as file:
+        return orientation(file)
+
+
+def _add_objects(
+    builder: ContentBuilder,
+    image: dict[str, Any],
+    xml: Path,
+    root: ElementTree.Element,
+    names: Sequence[str],
+    turn: tuple[bool, bool] | None,
+) -> None:
+    """Add the objects of an .xml file, whose boxes may be of the photo before a ``turn``."""
+    size = (image["width"], image["height"])
+    for number, each in enumerate(root.iter("object"), start=1):
+        name = _name(each)
+        where = f"'{xml}', object {number} ('{printable(name)}')"
+        if not name:
+            raise DataError(f"{where}: has no name. Fix: write its class.")
+
+        edges = _edges(each, where)
+        if turn is not None:
+            edges = _turned(edges, size, turn)
+        box = clipped_box(edges, image)
+        # VOC neither trains on nor counts difficult objects, as COCO with crowds
+        is_crowd = int(_is_difficult(each))
+        builder.add_object(image, names.index(name), box, iscrowd=is_crowd)
+
+
 def _parse(path: Path) -> ElementTree.Element:
     """Parse an .xml file of any encoding that it declares; else UTF-8, or UTF-16 by its mark."""
-    content = read_bytes(path)
+    content = path.read_bytes()
     declared = re.match(rb"\s*<\?xml[^>]*encoding=[\"']([\w-]+)", content)
     encoding = declared[1].decode() if declared else "utf-8-sig"
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -142,8 +157,8 @@ def _name(each: ElementTree.Element) -> str:
     return each.findtext("name", "").strip()
 
 
-def _flag(each: ElementTree.Element, name: str) -> int:
-    return int(each.findtext(name, "").strip().lower() in ("1", "true", "yes"))
+def _is_difficult(each: ElementTree.Element) -> bool:
+    return each.findtext("difficult", "").strip().lower() in ("1", "true", "yes")
 
 
 def _size(root: ElementTree.Element) -> tuple[int, int] | None:
@@ -180,13 +195,6 @@ def _turned(
         if is_reversed:
             edges[[axis, axis + 2]] = size[axis] - edges[[axis + 2, axis]]
     return edges
-
-
-def _coco_box(edges: np.ndarray, size: tuple[int, int]) -> list[float]:
-    """Return x, y, width and height in the photo; one without an area is left to the checks."""
-    limits = np.tile(size, 2)
-    low, high = np.split(np.clip(edges, 0, limits), 2)
-    return [*low.tolist(), *(high - low).clip(min=0).tolist()]
 
 
 def _check_sizes(wrong: Sequence[Any], count: int, notes: list[str]) -> None:

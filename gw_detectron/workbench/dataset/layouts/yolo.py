@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ....errors import DataError, summarize_names
-from .content import ContentBuilder, Layout, with_progress
+from ...images.image_files import only_images
+from .content import ContentBuilder, Layout, clipped_box, with_progress
 from .data_yaml import (
     find_names,
     listed_photos,
@@ -23,7 +24,6 @@ from .files import (
     label_names,
     label_of_each,
     note_left_out,
-    only_images,
     photos_of,
     plain_name,
     read_text,
@@ -243,12 +243,8 @@ def _add_row(
     else:
         fields["segmentation"] = [points.ravel().tolist()]
 
-    size = [image["width"], image["height"]]
-    low = points.min(axis=0).clip(0, size)
-    high = points.max(axis=0).clip(0, size)
-    builder.add_object(
-        image, category, [*low.tolist(), *(high - low).tolist()], **fields
-    )
+    edges = np.concatenate([points.min(axis=0), points.max(axis=0)])
+    builder.add_object(image, category, clipped_box(edges, image), **fields)
 
 
 def _is_tilted(corners: np.ndarray) -> bool:

@@ -6,9 +6,11 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from gw_detectron.errors import DataError
-from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds, check_coco
+from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds
 from gw_detectron.workbench.dataset.coco_content import complete_coco
 from gw_detectron.workbench.dataset.layouts import read_labels
+
+from ...sound_run import coco_faults
 
 
 def write_image(path, pixels, mode=None):
@@ -32,7 +34,7 @@ def numbered(dtype=np.uint8, first=1, second=2):
 def read(folder, images=""):
     labels = read_labels(str(folder), str(images) if images else "")
     content, _ = complete_coco(labels.content)
-    errors, _ = check_coco(content, DatasetNeeds(True, masks=True))
+    errors, _ = coco_faults(content, DatasetNeeds(True, masks=True))
     assert not errors
     return labels._replace(content=content)
 

@@ -202,7 +202,7 @@ def test_a_datasets_yaml_takes_folders(tmp_path, voc, yolo):
     assert datasets.train["b"].images == str(tmp_path / "yolo")
 
     path.write_text("train: {a: {json: voc.json}}\n")
-    with pytest.raises(ConfigError, match="expected json: FILE and images: FOLDER"):
+    with pytest.raises(ConfigError, match="train.a.images: not given"):
         read_datasets(str(path))
     with pytest.raises(ConfigError, match="a data.yaml of YOLO"):
         read_datasets(yolo)

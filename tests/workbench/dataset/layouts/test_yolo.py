@@ -215,7 +215,6 @@ def test_rotated_boxes_are_refused_and_other_quadrangles_are_polygons(write):
         ({"train": "images/train", "names": ["cat", True]}, "yes, no, on and off"),
         ({"train": "images/train", "names": ["cat", ["dog"]]}, "names: not a list"),
         ({"train": "images/train", "names": {}}, "names: not a list"),
-        ({"train": "images/train", "nc": 3}, r"nc \(3\): names has 2"),
         ({"train": "images/train", "kpt_shape": [17, 3]}, "keypoints of YOLO"),
         ({"train": "images/bare"}, "1 photos have no labels"),
     ],
