@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.data.detection_utils import convert_PIL_to_numpy
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import Boxes, ImageList, Instances
 from torch import Tensor, nn
 from torchvision.ops import box_iou
 
@@ -228,12 +228,13 @@ def check_detections(file: ExportedFile, cases: Iterable[Case]) -> dict[str, Any
 
 def detect(file: ExportedFile, images: Sequence[Tensor]) -> list[Instances]:
     """Run an exported detector on images, (3, H, W), in one padded batch if it takes one."""
-    given = file.description["input"]
     rows: Iterable[Sequence[Tensor]]
     with torch.no_grad():
-        if given["name"] == "images":
-            batch, sizes = _pad_batch(images, given["smallest_side"])
-            rows = zip(*file.run(batch, sizes), strict=True)
+        if file.description["input"]["name"] == "images":
+            # white padding: the file has to replace it
+            batch = ImageList.from_tensors(list(images), pad_value=255.0)
+            sizes = torch.tensor(batch.image_sizes)
+            rows = zip(*file.run(batch.tensor, sizes), strict=True)
         else:
             rows = [file.run(image) for image in images]
 
@@ -242,19 +243,6 @@ def detect(file: ExportedFile, images: Sequence[Tensor]) -> list[Instances]:
         outputs = dict(zip(file.description["outputs"], row, strict=True))
         instances.append(_to_instances(image.shape[1:], outputs))
     return instances
-
-
-def _pad_batch(images: Sequence[Tensor], smallest_side: int) -> tuple[Tensor, Tensor]:
-    """Pad images to one tensor, (N, 3, H, W); also return their sizes, (N, 2)."""
-    sizes = torch.tensor([image.shape[1:] for image in images])
-    height, width = sizes.amax(0).clamp(min=smallest_side).tolist()
-    # white padding: the file has to replace it
-    channels = images[0].shape[0]
-    batch = torch.full((len(images), channels, height, width), 255.0)
-    for row, image in zip(batch, images, strict=True):
-        rows, columns = image.shape[1:]
-        row[:, :rows, :columns] = image
-    return batch, sizes
 
 
 def _to_instances(size: Sequence[int], outputs: Mapping[str, Tensor]) -> Instances:
