@@ -39,9 +39,9 @@ def export_detector(
     model: nn.Module,
     output: str | os.PathLike[str],
     *,
+    sides: tuple[int, int],
     file_format: str = "pt2",
     image: Tensor | None = None,
-    sides: tuple[int, int] | None = None,
     percentiles: Sequence[float] = (),
     one_image: bool = False,
     paste_masks: bool = False,
@@ -60,11 +60,11 @@ def export_detector(
         model: the detector with its weights; it is copied and not changed.
         output: the folder to create. It may exist if it is empty or holds an earlier export in
             the same format.
+        sides: shorter and longest side to which evaluation resizes images; a shorter side of 0
+            means no resizing. With ``one_image``, the file does it; else ``parity.json`` names them.
         file_format: ``pt2`` (torch.export) or ``onnx``.
         image: pixels of 0 to 255 in the model's channel order, (3, H, W), to compare on; best
             with many objects. Default: a drawn scene.
-        sides: shorter and longest side to which evaluation resizes images. With ``one_image``,
-            the file does it; else ``parity.json`` names them.
         percentiles: ``INPUT.PERCENTILES``, which ``parity.json`` names: the file takes pixels
             that are scaled already.
         one_image: whether the file takes one image in its original size.
@@ -84,14 +84,10 @@ def export_detector(
             "paste_masks (True): images of a batch differ in size. Fix: add one_image "
             "(--one-image)."
         )
-    if one_image and sides is None:
-        raise ExportError(
-            "sides (None): one_image resizes inside the file. Fix: give pixels, e.g. (800, 1333)."
-        )
     detector = detector_program(model, classes)
     program: DetectorProgram | OneImageProgram = detector
     resizing = None
-    if one_image and sides:
+    if one_image:
         resizing = ResizeProgram(detector, sides)
         program = OneImageProgram(detector, sides, paste_masks)
     if image is None:
@@ -106,11 +102,8 @@ def export_detector(
         _logger.info("Writing %s", file)
         written = write_program(program, folder / file)
         report = {**written.description, "norm_layers": norm_counts(model)}
-        if sides is not None:
-            report["resized_in_evaluation"] = {
-                "shorter": sides[0],
-                "longer_at_most": sides[1],
-            }
+        resized = {"shorter": sides[0], "longer_at_most": sides[1]}
+        report["resized_in_evaluation"] = resized
         if percentiles:
             report["scaled_to_8_bits_by_percentiles"] = list(percentiles)
         if one_image:
