@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from gw_detectron.atomic import atomic_write
+from gw_detectron.atomic import atomic_write, write_text
 from gw_detectron.errors import DataError, MissingFileError
 
 Row = Mapping[str, Any]  # text in the key columns, a number or None in the others
@@ -72,8 +72,7 @@ def write_csv(table: Table, path: Path) -> None:
             [f"{cell:.5g}" if isinstance(cell, float) else cell for cell in cells]
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as temporary:
-        temporary.write_text(text.getvalue(), encoding="utf-8")
+    write_text(path, text.getvalue())
 
 
 def read_csv(path: str | os.PathLike[str]) -> Table:

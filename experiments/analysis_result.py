@@ -1,13 +1,12 @@
 """Result of an analysis: a figure, its numbers, and its findings."""
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gw_detectron.atomic import atomic_write
+from gw_detectron.atomic import atomic_write, write_json
 from gw_detectron.workbench.console import check_folder
 
 if TYPE_CHECKING:
@@ -56,11 +55,7 @@ class AnalysisResult:
             writer = csv.DictWriter(file, list(self.rows[0]) if self.rows else [])
             writer.writeheader()
             writer.writerows(self.rows)
-        with atomic_write(notes) as temporary:
-            text = json.dumps(
-                {"settings": self.settings, "findings": self.findings}, indent=2
-            )
-            temporary.write_text(text + "\n")
+        write_json(notes, {"settings": self.settings, "findings": self.findings})
         return [picture, table, notes]
 
 

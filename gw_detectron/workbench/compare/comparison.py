@@ -16,7 +16,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from ...atomic import atomic_write, remove_unfinished
+from ...atomic import remove_unfinished, write_json, write_text
 from ...config import changed_config, flat_items
 from ...errors import (
     ConfigError,
@@ -43,7 +43,7 @@ from ..run.request import DatasetFlags
 from ..run.timing import LEAST_ITERATIONS
 from .jobs import measure, train
 from .plan import SEARCH_SEED, Costs, Job, Plan, check_plan, norm_keys, schedule_keys
-from .processes import Processes, read_result, result_of, stop, write_json
+from .processes import Processes, read_result, result_of, stop
 from .schedule import EXTENTS, Schedule, affordable
 from .verdict import summarize
 from .verdict_page import verdict_sections
@@ -494,8 +494,7 @@ def _take_result(
 def _write_results(what: Comparison, schedule: Schedule) -> None:
     """Write a line for each finished run of the plan, in its order."""
     lines = [json.dumps(result) + "\n" for result in schedule.in_order().values()]
-    with atomic_write(what.folder / RESULTS) as temporary:
-        temporary.write_text("".join(lines))
+    write_text(what.folder / RESULTS, "".join(lines))
 
 
 def _conclude(what: Comparison, cfg: CfgNode, schedule: Schedule) -> dict[str, Any]:
@@ -526,6 +525,5 @@ def _write_config(folder: Path, cfg: CfgNode, norm: str, rate: float) -> None:
     """Write the config to continue with: the given one with the norm and its rate."""
     keys = {"SOLVER.BASE_LR": rate, "OUTPUT_DIR": "output/recommended"}
     recommended = changed_config(cfg, {**norm_keys(norm), **keys})
-    with atomic_write(folder / RECOMMENDED) as temporary:
-        temporary.write_text(recommended.dump())
+    write_text(folder / RECOMMENDED, recommended.dump())
     record_datasets(cfg, str(folder))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...atomic import atomic_write
+from ...atomic import write_json
 from ...errors import RunError
 from ..console import errors_reported
 from ..run.folder import RESULT
@@ -149,9 +149,3 @@ def read_result(folder: Path) -> dict[str, Any]:
     for checkpoint in (*folder.glob("*.pth"), folder / "last_checkpoint"):
         checkpoint.unlink(missing_ok=True)
     return result
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a json file atomically."""
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=2) + "\n")

@@ -10,7 +10,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 
-from ...atomic import atomic_write
+from ...atomic import write_json
 from ...errors import ConfigError, DataError, summarize_names
 from ...modeling.build import object_count_keys
 from ...weights.opening import local_file
@@ -110,8 +110,7 @@ def record_sources(cfg: CfgNode, folder: str) -> None:
         else:
             digest = labels_digest(source.origin, source.dataset.images)
             sources[name] = [source.origin, digest]
-    with atomic_write(Path(folder, _SOURCES)) as temporary:
-        temporary.write_text(json.dumps(sources, indent=2))
+    write_json(Path(folder, _SOURCES), sources)
 
 
 def _note_changed_labels(record: Path) -> None:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from gw_detectron.atomic import write_json
 from gw_detectron.errors import NonFiniteError, RunError
 from gw_detectron.workbench.compare import jobs, processes
 from gw_detectron.workbench.compare.plan import Job
@@ -82,7 +83,7 @@ def test_checkpoints_stay_until_the_result_is_there(tmp_path, train):
     assert (tmp_path / "model_final.pth").exists()
     assert (tmp_path / "inference").exists()
 
-    processes.write_json(tmp_path / processes.RESULT, result)
+    write_json(tmp_path / processes.RESULT, result)
     for _ in range(2):
         assert processes.read_result(tmp_path) == result
         left = {path.name for path in tmp_path.iterdir()}
