@@ -138,9 +138,8 @@ def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
         what = _read_labels_once(what, cfg)
         settings = _settings(what, cfg, rates, processes, report)
         costs = Costs(**settings["costs"])
-        times = costs.times if what.equal_time else {}
         schedule = Schedule(
-            Plan(what.norms, rates, settings["iterations"], times),
+            _plan(what, rates, settings["iterations"], costs),
             costs,
             settings["evaluations"],
             side_by_side=what.jobs,
@@ -159,6 +158,12 @@ def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
             "compared. Fix: see the messages above; the same command tries the failed runs again."
         )
     return numbers
+
+
+def _plan(
+    what: Comparison, rates: Sequence[float], iterations: int, costs: Costs
+) -> Plan:
+    return Plan(what.norms, rates, iterations, costs.times, what.equal_time)
 
 
 def _described(cfg: CfgNode, schedule: Schedule) -> str:
@@ -287,7 +292,7 @@ def _settings(
     iterations = what.iterations
     evaluations = EXTENTS[0][1]
     if not iterations:
-        plan = Plan(what.norms, rates, 1000, costs.times if what.equal_time else {})
+        plan = _plan(what, rates, 1000, costs)  # of any length
         on_gpu = cfg.MODEL.DEVICE != "cpu"  # where runs side by side slow each other
         workers = (1 + what.jobs) / 2 if on_gpu else what.jobs
         spent = time.monotonic() - begin
@@ -511,9 +516,8 @@ def _conclude(what: Comparison, cfg: CfgNode, schedule: Schedule) -> dict[str, A
     schedule.check_ap(results)
 
     plan = schedule.plan
-    times = schedule.costs.times
-    numbers = summarize(plan, times, results)
-    sections = verdict_sections(numbers, plan, times, results)
+    numbers = summarize(plan, results)
+    sections = verdict_sections(numbers, plan, results)
     write_page(what.folder / PAGE, f"Comparison of {', '.join(plan.norms)}", sections)
     write_json(what.folder / NUMBERS, numbers)
     if numbers["recommended"]:

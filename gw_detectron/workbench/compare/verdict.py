@@ -54,21 +54,21 @@ def paired_difference(first: Scores, second: Scores) -> Difference | None:
     return Difference(mean, mean - half, mean + half, len(seeds))
 
 
-def summarize(
-    plan: Plan, times: Mapping[str, float], results: Results
-) -> dict[str, Any]:
+def summarize(plan: Plan, results: Results) -> dict[str, Any]:
     """Return the numbers of a comparison, which ``comparison.json`` holds."""
     ap = {job: result["AP"] for job, result in results.items()}
+    criterion = ITERATIONS
     tables = {ITERATIONS: _scores(plan, ap, 0)}
-    if plan.times:
+    if plan.equal_time:
+        criterion = TIME
         tables[TIME] = _scores(plan, ap, -1)
 
-    norms = {norm: _facts(plan, norm, ap, times) for norm in plan.norms}
-    for criterion, table in tables.items():
+    norms = {norm: _facts(plan, norm, ap) for norm in plan.norms}
+    for name, table in tables.items():
         for norm, facts in norms.items():
-            facts[criterion] = table.get(norm, {})
+            facts[name] = table.get(norm, {})
 
-    take, advice = advise(table, times, criterion)  # by equal time if there is one
+    take, advice = advise(tables[criterion], plan.times, criterion)
     edges = [norm for norm, facts in norms.items() if facts["rate_at_the_edge"]]
     if edges:
         names = ", ".join(edges)
@@ -87,16 +87,14 @@ def summarize(
     }
 
 
-def _facts(
-    plan: Plan, norm: str, ap: Mapping[Job, float], times: Mapping[str, float]
-) -> dict[str, Any]:
+def _facts(plan: Plan, norm: str, ap: Mapping[Job, float]) -> dict[str, Any]:
     """Return the rate and the time of a norm."""
     rate = plan.search(norm, ap)[1]
     edges = (min(plan.rates), max(plan.rates))
     return {
         "rate": rate,
         "rate_at_the_edge": len(plan.rates) > 1 and rate in edges,
-        "seconds_per_iteration": times[norm],
+        "seconds_per_iteration": plan.times[norm],
     }
 
 
