@@ -1,13 +1,12 @@
 """Compare norms: what is asked, what is left after an interruption, and the results."""
 
-import argparse
 import contextlib
 import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -62,35 +61,29 @@ class Comparison:
     """A comparison: of which norms, and how long.
 
     Args:
-        config_file: the config; its norms in the backbone are replaced.
+        base: the run that is repeated: its config, keys and flags. Its datasets choose the rates; its
+            norms in the backbone, learning rate, schedule and seed are replaced.
         norms: see :func:`gw_detectron.workbench.compare.plan.norm_keys`.
         output: the folder; a comparison there is continued.
-        flags: further flags of ``gw-detectron train`` by their names, such as ``train_json``.
-        opts: config keys for all runs, as KEY VALUE KEY VALUE.
-        test: ``val_json`` and ``val_images`` of the images that are scored; empty for those that
-            choose the rates.
+        scored: the datasets of the scored runs; None for those of ``base``.
         rates: learning rates to try; empty for half, once and twice the config's.
         iterations: of a scored run; 0 to derive them from ``minutes``.
         minutes: time for everything; 0 for no limit.
         seeds: scored runs of each norm; 0 means 3, and with ``minutes`` as many as the time allows.
         jobs: runs side by side.
         equal_time: also compare after equal time: faster norms are trained for more iterations.
-        datasets: a yaml of the images that are ``scored`` or not, in place of the flags.
     """
 
-    config_file: str
+    base: RunRequest
     norms: Sequence[str]
     output: Path
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    opts: Sequence[str] = ()
-    test: Mapping[str, str] = field(default_factory=dict)
+    scored: DatasetFlags | None = None
     rates: Sequence[float] = ()
     iterations: int = 0
     minutes: float = 0.0
     seeds: int = 0
     jobs: int = 1
     equal_time: bool = True
-    datasets: Mapping[bool, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -100,17 +93,15 @@ class Comparison:
         self, folder: Path, keys: Mapping[str, Any], *, scored: bool
     ) -> RunRequest:
         """Return a run in a folder: the keys come after the user's, except for periods."""
-        images = {"val_images": None, **self.test} if scored and self.test else {}
-        flags = {**self.flags, **images, "config_file": self.config_file}
-        if self.datasets:
-            flags |= dict.fromkeys(each.name for each in fields(DatasetFlags))
-            flags["datasets"] = self.datasets[scored and bool(self.test)]
-        opts = list(self.opts)
+        data = self.base.data
+        if scored and self.scored:
+            data = self.scored
+        opts = list(self.base.opts)
         for key, value in {**keys, "OUTPUT_DIR": str(folder)}.items():
-            is_chosen = key.endswith("_PERIOD") and key in self.opts
+            is_chosen = key.endswith("_PERIOD") and self.base.changes(key)
             if not is_chosen:
                 opts += [key, value]
-        return RunRequest.from_flags(argparse.Namespace(**flags, opts=opts))
+        return replace(self.base, data=data, opts=tuple(opts))
 
 
 def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
@@ -191,33 +182,36 @@ def _check(what: Comparison) -> None:
             "--minutes: neither a time nor --iterations given. Fix: give e.g. --minutes 60."
         )
     check_plan(what.norms, what.rates or [1.0], what.iterations or 2)
-    gpus = what.flags.get("num_gpus", 1)
+    gpus = what.base.num_gpus
     if gpus > 1:
         raise ConfigError(
             f"--num-gpus ({gpus}): each run uses one GPU. Fix: leave it out; --jobs {gpus} trains "
             f"on {gpus} GPUs, and SOLVER.IMS_PER_BATCH is the batch of one."
         )
-    if what.test:
-        if not what.flags.get("val_json"):
-            raise ConfigError(
-                "--test-json: needs --val-json for the rates, not --val-fraction or --datasets."
-            )
-        labels = what.test.get("val_json", "")
-        labels = existing_path("--test-json", labels, os.path.exists)
-        if "val_images" in what.test or not is_layout(labels):
-            images = what.test.get("val_images", "")
-            existing_path("--test-images", images, os.path.isdir)
-        if labels.endswith(YAML):
-            raise ConfigError(
-                f"--test-json ('{labels}'): a data.yaml has photos to train and to choose the rates. Fix: give the "
-                "folder of the labels to score on."
-            )
+    if what.scored:
+        _check_scored(what.base.data, what.scored)
+
+
+def _check_scored(search: DatasetFlags, scored: DatasetFlags) -> None:
+    """Check the images that are scored, by the names of their flags."""
+    if not search.val_json:
+        raise ConfigError(
+            "--test-json: needs --val-json for the rates, not --val-fraction or --datasets."
+        )
+    labels = existing_path("--test-json", scored.val_json or "", os.path.exists)
+    if scored.val_images is not None or not is_layout(labels):
+        existing_path("--test-images", scored.val_images or "", os.path.isdir)
+    if labels.endswith(YAML):
+        raise ConfigError(
+            f"--test-json ('{labels}'): a data.yaml has photos to train and to choose the rates. Fix: give the "
+            "folder of the labels to score on."
+        )
 
 
 def _checked_config(what: Comparison, report: Report) -> CfgNode:
     """Return the config, once each norm and the images of --test-json are checked."""
     warnings: dict[str, None] = {}  # once each
-    if what.test:
+    if what.scored:
         tested = _config(what, scored=True)
         _check_norm(what, tested, what.norms[0], " with --test-json", warnings)
     cfg = _config(what, scored=False)  # the last images stay registered
@@ -238,7 +232,7 @@ def _config(what: Comparison, *, scored: bool) -> CfgNode:
         )
     if not object_count_keys(cfg):
         raise ConfigError(
-            f"--config-file ('{what.config_file}'): it detects no objects, so it has no AP."
+            f"--config-file ('{what.base.config_file}'): it detects no objects, so it has no AP."
         )
     return cfg
 
@@ -250,7 +244,7 @@ def _check_norm(
     weights = open_start_weights(cfg.MODEL.WEIGHTS)
     found = check_run(changed_config(cfg, norm_keys(norm)), weights)
     errors = [f"{norm}{images}: {text}" for text in found.errors]
-    if what.flags.get("ignore_preflight"):
+    if what.base.ignore_preflight:
         warnings |= dict.fromkeys(errors)
     else:
         found.errors = errors
@@ -263,13 +257,18 @@ def _read_labels_once(what: Comparison, cfg: CfgNode) -> Comparison:
     sources = map(own_source, (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
     if not any(source is not None and source.layout for source in sources):
         return what
-    files = {}
-    for scored in (True, False) if what.test else (False,):
-        folder = what.folder / "labels" / ("scored" if scored else "search")
-        prepared = prepare(what.request(folder, {}, scored=scored))
-        record_datasets(prepared.cfg, str(folder))
-        files[scored] = str(folder / DATASETS_FILE)
-    return replace(what, datasets=files)
+    scored = None
+    if what.scored:
+        scored = _write_labels(what, "scored")
+    search = _write_labels(what, "search")  # the last images stay registered
+    return replace(what, base=replace(what.base, data=search), scored=scored)
+
+
+def _write_labels(what: Comparison, name: str) -> DatasetFlags:
+    folder = what.folder / "labels" / name
+    prepared = prepare(what.request(folder, {}, scored=name == "scored"))
+    record_datasets(prepared.cfg, str(folder))
+    return DatasetFlags(datasets=str(folder / DATASETS_FILE))
 
 
 def _settings(
@@ -321,7 +320,7 @@ def _inputs(
         asked["the file of MODEL.WEIGHTS"] = sha256_of(weights)
     keys = changed_config(cfg, {"OUTPUT_DIR": ""})
     inputs = {"": asked, "key ": dict(flat_items(keys))}
-    if what.test:
+    if what.scored:
         (name,) = _config(what, scored=True).DATASETS.TEST
         inputs["--test-json, "] = _dataset_inputs(name)
         _config(what, scored=False)  # registers the images of the search again
