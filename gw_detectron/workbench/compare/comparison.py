@@ -118,19 +118,21 @@ def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
         RunError: a run failed, or AP is 0 in all runs.
     """
     _check(what)
-    cfg = _checked_config(what, report)
-    base = cfg.SOLVER.BASE_LR
-    rates = list(what.rates) or [base / 2, base, base * 2]
+    cfg, datasets = _checked_config(what, report)
+    if not what.rates:
+        rate = cfg.SOLVER.BASE_LR
+        what = replace(what, rates=(rate / 2, rate, rate * 2))
     processes = Processes(cfg.MODEL.DEVICE, what.jobs)
 
     with safe_imports(), contextlib.closing(lock_output(str(what.folder))):
         remove_unfinished(what.folder)
         begin = time.monotonic()
         what = _read_labels_once(what, cfg)
-        settings = _settings(what, cfg, rates, processes, report)
+        inputs = {**_inputs(what, cfg), **datasets}
+        settings = _settings(what, cfg, inputs, processes, report)
         costs = Costs(**settings["costs"])
         schedule = Schedule(
-            _plan(what, rates, settings["iterations"], costs),
+            _plan(what, settings["iterations"], costs),
             costs,
             settings["evaluations"],
             side_by_side=what.jobs,
@@ -151,10 +153,8 @@ def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
     return numbers
 
 
-def _plan(
-    what: Comparison, rates: Sequence[float], iterations: int, costs: Costs
-) -> Plan:
-    return Plan(what.norms, rates, iterations, costs.times, what.equal_time)
+def _plan(what: Comparison, iterations: int, costs: Costs) -> Plan:
+    return Plan(what.norms, what.rates, iterations, costs.times, what.equal_time)
 
 
 def _described(cfg: CfgNode, schedule: Schedule) -> str:
@@ -208,19 +208,30 @@ def _check_scored(search: DatasetFlags, scored: DatasetFlags) -> None:
         )
 
 
-def _checked_config(what: Comparison, report: Report) -> CfgNode:
-    """Return the config, once each norm and the images of --test-json are checked."""
+def _checked_config(
+    what: Comparison, report: Report
+) -> tuple[CfgNode, dict[str, dict[str, str]]]:
+    """Check each norm, and the images of --test-json.
+
+    Returns:
+        The config, whose datasets stay registered, and the digests of all datasets.
+    """
     warnings: dict[str, None] = {}  # once each
+    digests = {}
     if what.scored:
         tested = _config(what, scored=True)
         _check_norm(what, tested, what.norms[0], " with --test-json", warnings)
-    cfg = _config(what, scored=False)  # the last images stay registered
+        digests["--test-json, "] = _dataset_digests(tested.DATASETS.TEST[0])
+
+    cfg = _config(what, scored=False)  # replaces the datasets above
     for norm in what.norms:
         _check_norm(what, cfg, norm, "", warnings)
+    for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
+        digests[f"dataset '{name}', "] = _dataset_digests(name)
 
     for text in warnings:
         report(f"Warning: {text}")
-    return cfg
+    return cfg, digests
 
 
 def _config(what: Comparison, *, scored: bool) -> CfgNode:
@@ -274,12 +285,12 @@ def _write_labels(what: Comparison, name: str) -> DatasetFlags:
 def _settings(
     what: Comparison,
     cfg: CfgNode,
-    rates: Sequence[float],
+    inputs: Mapping[str, Any],
     processes: Processes,
     report: Report,
 ) -> dict[str, Any]:
     """Return what the runs follow from: of the folder or, for a new comparison, measured."""
-    asked = json.loads(json.dumps(_inputs(what, cfg, rates)))
+    asked = json.loads(json.dumps(inputs))
     path = what.folder / SETTINGS
     if path.exists():
         settings = json.loads(path.read_text())
@@ -287,11 +298,11 @@ def _settings(
         return settings
 
     begin = time.monotonic()
-    costs = _measure(what, cfg, rates, processes, report)
+    costs = _measure(what, cfg, processes, report)
     iterations = what.iterations
     evaluations = EXTENTS[0][1]
     if not iterations:
-        plan = _plan(what, rates, 1000, costs)  # of any length
+        plan = _plan(what, 1000, costs)  # of any length
         on_gpu = cfg.MODEL.DEVICE != "cpu"  # where runs side by side slow each other
         workers = (1 + what.jobs) / 2 if on_gpu else what.jobs
         spent = time.monotonic() - begin
@@ -308,29 +319,23 @@ def _settings(
     return settings
 
 
-def _inputs(
-    what: Comparison, cfg: CfgNode, rates: Sequence[float]
-) -> dict[str, dict[str, Any]]:
-    """Return what the results depend on, by groups and names."""
-    asked = {"--norms": list(what.norms), "--rates": list(rates)}
+def _inputs(what: Comparison, cfg: CfgNode) -> dict[str, dict[str, Any]]:
+    """Return what the results depend on beside the datasets, by groups and names."""
+    asked = {"--norms": list(what.norms), "--rates": list(what.rates)}
     if what.iterations:
         asked["--iterations"] = what.iterations
     weights = local_file(cfg.MODEL.WEIGHTS)
     if weights:
         asked["the file of MODEL.WEIGHTS"] = sha256_of(weights)
     keys = changed_config(cfg, {"OUTPUT_DIR": ""})
-    inputs = {"": asked, "key ": dict(flat_items(keys))}
-    if what.scored:
-        (name,) = _config(what, scored=True).DATASETS.TEST
-        inputs["--test-json, "] = _dataset_inputs(name)
-        _config(what, scored=False)  # registers the images of the search again
-    for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
-        inputs[f"dataset '{name}', "] = _dataset_inputs(name)
-    inputs["version of "] = {**software_versions(), "platform": ""}  # the kernel's
-    return inputs
+    return {
+        "": asked,
+        "key ": dict(flat_items(keys)),
+        "version of ": {**software_versions(), "platform": ""},  # the kernel's
+    }
 
 
-def _dataset_inputs(name: str) -> dict[str, str]:
+def _dataset_digests(name: str) -> dict[str, str]:
     """Return the folder and digests of a registered dataset; of its images, by size and time of change.
 
     To read the time takes some 10 us for an image, its pixels would take 10 ms.
@@ -373,7 +378,6 @@ def _check_same_inputs(
 def _measure(
     what: Comparison,
     cfg: CfgNode,
-    rates: Sequence[float],
     processes: Processes,
     report: Report,
 ) -> Costs:
@@ -391,7 +395,7 @@ def _measure(
     if not what.minutes:
         return costs
 
-    job = Job(what.norms[0], min(rates), SEARCH_SEED, LEAST_ITERATIONS)
+    job = Job(what.norms[0], min(what.rates), SEARCH_SEED, LEAST_ITERATIONS)
     folder = folder / "run"
     begin = time.monotonic()
     _wait(folder, _start(what, cfg, job, 1, processes, folder))

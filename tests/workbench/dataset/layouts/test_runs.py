@@ -10,7 +10,7 @@ from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.compare import comparison
 from gw_detectron.workbench.dataset import registration
-from gw_detectron.workbench.run import DatasetFlags, RunRequest
+from gw_detectron.workbench.run import DatasetFlags, RunRequest, prepare
 
 from ....photos import CLASSES, photo_names, write_photos
 from ....tiny_run import CONFIG, OPTS, arguments, key_words
@@ -88,7 +88,7 @@ def test_a_comparison_reads_labels_once(tmp_path, yolo, monkeypatch):
     scored = replace(search, val_json=str(yolo.parent / "test"))
     what = asked(tmp_path, search, scored)
     comparison._check(what)
-    cfg = comparison._checked_config(what, print)
+    cfg, digests = comparison._checked_config(what, print)
     what = comparison._read_labels_once(what, cfg)
 
     opened = []
@@ -99,13 +99,14 @@ def test_a_comparison_reads_labels_once(tmp_path, yolo, monkeypatch):
 
     real = registration.read_labels
     monkeypatch.setattr(registration, "read_labels", read_labels)
-    inputs = comparison._inputs(what, cfg, [0.1])
+    for is_scored in (True, False):
+        prepare(what.request(tmp_path / "run", {}, scored=is_scored))
 
     assert opened
     assert all(path.startswith(f"{tmp_path}/out/labels/") for path in opened)
-    scored = inputs["--test-json, "]
-    assert scored["folder of the images"] == str(yolo.parent / "test")
-    assert scored["annotations"] != inputs["dataset 'custom_val', "]["annotations"]
+    tested = digests["--test-json, "]
+    assert tested["folder of the images"] == str(yolo.parent / "test")
+    assert tested["annotations"] != digests["dataset 'custom_val', "]["annotations"]
 
 
 def test_a_comparison_is_not_scored_on_the_val_of_a_data_yaml(tmp_path, yolo):
