@@ -40,9 +40,10 @@ from ..run.checks import check_run
 from ..run.folder import RESULT, lock_output
 from ..run.request import DatasetFlags
 from ..run.timing import LEAST_ITERATIONS
+from ..signals import end_processes
 from .jobs import measure, train
 from .plan import SEARCH_SEED, Costs, Job, Plan, check_plan, norm_keys, schedule_keys
-from .processes import Processes, read_result, result_of, stop
+from .processes import PATIENCE, Processes, read_result, result_of
 from .schedule import EXTENTS, Schedule, affordable
 from .verdict import summarize
 from .verdict_page import verdict_sections
@@ -408,7 +409,7 @@ def _wait(folder: Path, process: BaseProcess) -> dict[str, Any]:
     try:
         return result_of(folder, process)
     finally:
-        stop([process])
+        end_processes([process], PATIENCE)
 
 
 def _run_folder(what: Comparison, job: Job) -> Path:
@@ -457,7 +458,7 @@ def _run_all(
             for job in ended:
                 _take_result(what, schedule, job, running.pop(job), report)
     finally:
-        stop(running.values())
+        end_processes(running.values(), PATIENCE)
 
 
 def _start(

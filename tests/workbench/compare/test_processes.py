@@ -15,6 +15,7 @@ from gw_detectron.workbench.compare import jobs, processes
 from gw_detectron.workbench.compare.plan import Job
 from gw_detectron.workbench.run import RunRequest
 from gw_detectron.workbench.run.folder import METRICS
+from gw_detectron.workbench.signals import end_processes
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_runs_get_the_gpu_with_the_fewest_runs_and_errors_name_their_cause(
     with pytest.raises(RunError, match="__main__"):
         processes.result_of(tmp_path, third)
     assert os.read(received, 1) == b"7"
-    processes.stop([first])
+    end_processes([first])
 
 
 def test_checkpoints_stay_until_the_result_is_there(tmp_path, train):
