@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +19,17 @@ class AnalysisResult:
 
     Args:
         name: of the analysis and of its files.
-        settings: everything that decides the numbers, such as the seed.
         rows: the table, one dict per line, all with the same keys; None where a value is not defined.
         findings: statement -> True if the numbers support it.
         figure: the picture.
+        settings: everything that decides the numbers, such as the seed; options need not be repeated.
     """
 
     name: str
-    settings: dict[str, Any]
     rows: Sequence[dict[str, Any]]
     findings: dict[str, bool]
     figure: "Figure"
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: str | Path) -> list[Path]:
         """Write ``<name>.png``, ``<name>.csv`` (rows) and ``<name>.json`` (settings and findings) atomically.

@@ -46,8 +46,8 @@ def analyze_padding(
     *,
     config_file: str,
     weights: str,
-    batches: Sequence[int] = (1, 2, 4, 8),
-    images: int = 0,
+    batches: Sequence[int],
+    images: int,
 ) -> AnalysisResult:
     """Compare features and box AP of images in batches and alone.
 
@@ -93,8 +93,8 @@ def analyze_padding(
             ]
         }
     )
-    settings = {"config": config_file, "weights": weights, "images": len(inputs)}
-    return AnalysisResult("padding", settings, rows, findings, _draw(rows))
+    settings = {"images": len(inputs)}
+    return AnalysisResult("padding", rows, findings, _draw(rows), settings)
 
 
 def _padding(model: Any, group: Sequence[Input]) -> float:

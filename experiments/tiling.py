@@ -59,9 +59,9 @@ def analyze_tiling(
     *,
     config_file: str,
     weights: str,
-    tile: int = 128,
-    overlap: int = 32,
-    images: int = 0,
+    tile: int,
+    overlap: int,
+    images: int,
 ) -> AnalysisResult:
     """Compare box AP and time of whole images and of tiles.
 
@@ -103,14 +103,8 @@ def analyze_tiling(
     findings = findings_of(
         {"statistics of the image raise the AP in tiles": [aps["image"] > aps["tile"]]}
     )
-    settings = {
-        "config": config_file,
-        "weights": weights,
-        "images": len(inputs),
-        "tile": tile,
-        "overlap": overlap,
-    }
-    return AnalysisResult("tiling", settings, rows, findings, _draw(rows))
+    settings = {"images": len(inputs)}
+    return AnalysisResult("tiling", rows, findings, _draw(rows), settings)
 
 
 class _Native(Predictor):

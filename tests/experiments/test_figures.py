@@ -5,28 +5,27 @@ import pytest
 import torch
 from matplotlib.patches import Rectangle
 
-from experiments.conditioning import analyze_conditioning, condition_numbers
+from experiments.__main__ import analyze, get_parser
+from experiments.conditioning import condition_numbers
 from experiments.overview import draw
-from experiments.swapping import analyze_swapping
 
 from ..tiny_run import ROOT
 
 
 @pytest.mark.parametrize(
-    ("analyze", "options"),
+    "words",
     [
-        (analyze_conditioning, {"layers": (1, 2), "repeats": 1}),
-        (
-            analyze_swapping,
-            {"neurons": 40, "examples": 600, "steps": 40, "depths": (4,)},
-        ),
+        "conditioning --layers 1 2 --repeats 1",
+        "swapping --neurons 40 --examples 600 --steps 40 --depths 4",
     ],
 )
-def test_the_findings_hold(analyze, options):
-    result = analyze(**options, seed=0)
+def test_the_findings_hold(words):
+    result = analyze(get_parser().parse_args(words.split()))
+
     assert result.rows
     assert result.findings
     assert all(result.findings.values()), result.findings
+    assert result.settings["seed"] == 0
 
 
 def test_condition_number_by_definition():
