@@ -93,7 +93,7 @@ def analyze_tiling(
     }
     if find_spec("sahi"):
         ways["SAHI"] = _sahi(predictor, tile, overlap)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, way in ways.items():
         detections, seconds = _detect(name, way, inputs)
         ap = box_ap(evaluator, inputs, detections)
