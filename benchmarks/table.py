@@ -2,15 +2,13 @@
 
 import csv
 import io
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from gw_detectron.atomic import atomic_write
-from gw_detectron.errors import DataError, MissingFileError
+from gw_detectron.atomic import atomic_write, write_text
 
 Row = Mapping[str, Any]  # text in the key columns, a number or None in the others
 
@@ -72,50 +70,7 @@ def write_csv(table: Table, path: Path) -> None:
             [f"{cell:.5g}" if isinstance(cell, float) else cell for cell in cells]
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as temporary:
-        temporary.write_text(text.getvalue(), encoding="utf-8")
-
-
-def read_csv(path: str | os.PathLike[str]) -> Table:
-    """Read a table written by :func:`write_csv`.
-
-    Raises:
-        MissingFileError: the file does not exist.
-        DataError: it is not such a table.
-    """
-    if not Path(path).is_file():
-        raise MissingFileError(
-            f"table ('{path}'): file not found. Fix: give one that tools/benchmark.py wrote."
-        )
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    header = dict(
-        line[1:].strip().split(": ", 1)
-        for line in lines
-        if line.startswith("#") and ": " in line
-    )
-    kind = header.pop("benchmark", "")
-    if kind not in KINDS:
-        raise DataError(
-            f"table ('{path}'): no line '# benchmark: NAME' with a name of {sorted(KINDS)}."
-        )
-    text = (*KINDS[kind][0], "note")
-    try:
-        rows = [
-            {
-                name: cell if name in text else float(cell) if cell else None
-                for name, cell in cells.items()
-            }
-            for cells in csv.DictReader(
-                line for line in lines if not line.startswith("#")
-            )
-        ]
-    # a missing cell, or text among the numbers
-    except (
-        TypeError,
-        ValueError,
-    ) as error:
-        raise DataError(f"table ('{path}'): {error}") from error
-    return Table(kind, header, rows)
+    write_text(path, text.getvalue())
 
 
 def summary(table: Table) -> str:

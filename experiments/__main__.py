@@ -5,6 +5,7 @@ Each analysis writes a figure (.png), a table (.csv) and its settings and findin
 
 import argparse
 import importlib
+from dataclasses import replace
 
 from tabulate import tabulate
 
@@ -44,24 +45,21 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def analyze(args: argparse.Namespace) -> AnalysisResult:
-    """Run the analysis of the command line."""
-    options = {
-        key: value
-        for key, value in vars(args).items()
-        if key not in ("analysis", "output")
-    }
-    module = importlib.import_module(f"experiments.{args.analysis}")
+    """Run the analysis of the command line; its options are settings of the result."""
+    options = dict(vars(args))
+    name = options.pop("analysis")
+    del options["output"]
+    module = importlib.import_module(f"experiments.{name}")
     if options.pop("reduced", False):
         options |= module.REDUCED
-    return getattr(module, f"analyze_{args.analysis}")(**options)
+    result = getattr(module, f"analyze_{name}")(**options)
+    return replace(result, settings={**options, **result.settings})
 
 
 def main(args: argparse.Namespace) -> None:
     """Run an analysis, write its files and print its table and findings."""
     check_folder(args.output)  # before minutes of work
     result = analyze(args)
-    if "loaded" in result.settings:
-        print(f"{result.settings['weights']}: {result.settings['loaded']}\n")
     picture, table, notes = result.write(args.output)
     if len(result.rows) <= 100:
         print(tabulate(result.rows, headers="keys"), "\n")

@@ -1,13 +1,12 @@
 """Result of an analysis: a figure, its numbers, and its findings."""
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gw_detectron.atomic import atomic_write
+from gw_detectron.atomic import atomic_write, write_json
 from gw_detectron.workbench.console import check_folder
 
 if TYPE_CHECKING:
@@ -20,17 +19,17 @@ class AnalysisResult:
 
     Args:
         name: of the analysis and of its files.
-        settings: everything that decides the numbers, such as the seed.
         rows: the table, one dict per line, all with the same keys; None where a value is not defined.
         findings: statement -> True if the numbers support it.
         figure: the picture.
+        settings: everything that decides the numbers, such as the seed; options need not be repeated.
     """
 
     name: str
-    settings: dict[str, Any]
     rows: Sequence[dict[str, Any]]
     findings: dict[str, bool]
     figure: "Figure"
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: str | Path) -> list[Path]:
         """Write ``<name>.png``, ``<name>.csv`` (rows) and ``<name>.json`` (settings and findings) atomically.
@@ -56,11 +55,7 @@ class AnalysisResult:
             writer = csv.DictWriter(file, list(self.rows[0]) if self.rows else [])
             writer.writeheader()
             writer.writerows(self.rows)
-        with atomic_write(notes) as temporary:
-            text = json.dumps(
-                {"settings": self.settings, "findings": self.findings}, indent=2
-            )
-            temporary.write_text(text + "\n")
+        write_json(notes, {"settings": self.settings, "findings": self.findings})
         return [picture, table, notes]
 
 

@@ -56,11 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def analyze_conditioning(
     *,
-    neurons: int = 256,
-    examples: int = 1024,
-    layers: Sequence[int] = (1, 2, 3, 4),
-    repeats: int = 5,
-    seed: int = 0,
+    neurons: int,
+    examples: int,
+    layers: Sequence[int],
+    repeats: int,
+    seed: int,
 ) -> AnalysisResult:
     """Redraw the conditioning of normalized activations.
 
@@ -109,16 +109,8 @@ def analyze_conditioning(
         | _medians(values)
         for key, values in found.items()
     ]
-    settings = {
-        "neurons": neurons,
-        "examples": examples,
-        "layers": list(layers),
-        "repeats": repeats,
-        "seed": seed,
-    }
-    return AnalysisResult(
-        "conditioning", settings, rows, _findings(rows, neurons), _draw(rows, settings)
-    )
+    figure = _draw(rows, layers, neurons, examples)
+    return AnalysisResult("conditioning", rows, _findings(rows, neurons), figure)
 
 
 def condition_numbers(
@@ -225,8 +217,9 @@ def _findings(rows: Sequence[dict[str, Any]], neurons: int) -> dict[str, bool]:
     )
 
 
-def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
-    depths = settings["layers"]
+def _draw(
+    rows: Sequence[dict[str, Any]], depths: Sequence[int], neurons: int, examples: int
+) -> Figure:
     figure = Figure(figsize=(1.4 + 3.3 * len(depths), 6.6), layout="constrained")
     grid = figure.subplots(2, len(depths), squeeze=False, sharex=True)
     for column, depth in enumerate(depths):
@@ -247,7 +240,7 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
         frameon=False,
     )
     figure.suptitle(
-        rf"Conditioning of normalized activations, X in $R^{{{settings['neurons']} \times {settings['examples']}}}$; "
+        rf"Conditioning of normalized activations, X in $R^{{{neurons} \times {examples}}}$; "
         "curves end where infinite, GW where infeasible"
     )
     return figure

@@ -70,15 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def analyze_constraints(
     *,
-    neurons: int = 256,
-    batch_size: int = 1024,
-    groups: int = 16,
-    examples: int = 0,
-    config_file: str = "",
-    height: int = 800,
-    width: int = 1333,
-    images: int = 2,
-    opts: Sequence[str] = (),
+    neurons: int,
+    batch_size: int,
+    groups: int,
+    examples: int,
+    config_file: str,
+    height: int,
+    width: int,
+    images: int,
+    opts: Sequence[str],
 ) -> AnalysisResult:
     """Count the constraints of BN, BW, GN and GW by the paper's formulas, then of every norm layer of a detector.
 
@@ -98,15 +98,6 @@ def analyze_constraints(
         raise ConfigError(
             f"examples ({examples}): not a multiple of batch_size={batch_size}. Fix: give a multiple."
         )
-    settings = {
-        "neurons": neurons,
-        "batch_size": batch_size,
-        "groups": groups,
-        "examples": examples,
-        "height": height,
-        "width": width,
-        "images": images,
-    }
     table = _table(neurons, batch_size, groups)
     rows = []
     for method, (found, allowed) in table.items():
@@ -119,9 +110,9 @@ def analyze_constraints(
         else []
     )
     rows += [_layer_row(layer) for layer in layers]
-    return AnalysisResult(
-        "constraints", settings, rows, _findings(table, layers), _draw(layers, settings)
-    )
+    title = f"Layers of the model, {images} images of {height} x {width} per GPU"
+    figure = _draw(layers, neurons, title)
+    return AnalysisResult("constraints", rows, _findings(table, layers), figure)
 
 
 def _table(d: int, m: int, g: int) -> dict[str, tuple[Constraints, str]]:
@@ -183,7 +174,7 @@ def _findings(
     return findings
 
 
-def _draw(layers: Sequence[NormShape], settings: dict[str, Any]) -> Figure:
+def _draw(layers: Sequence[NormShape], neurons: int, title: str) -> Figure:
     known = [
         (layer, layer.constraints.ratio)
         for layer in layers
@@ -194,9 +185,9 @@ def _draw(layers: Sequence[NormShape], settings: dict[str, Any]) -> Figure:
         figsize=(max(11.0, 2.2 + 0.2 * len(known)), 4.6 * rows), layout="constrained"
     )
     parts = figure.subfigures(rows, 1, squeeze=False)[:, 0]
-    _draw_table(parts[0].subplots(1, 2), settings["neurons"])
+    _draw_table(parts[0].subplots(1, 2), neurons)
     if known:
-        _draw_layers(parts[1].subplots(), known, settings)
+        _draw_layers(parts[1].subplots(), known, title)
     return figure
 
 
@@ -230,7 +221,7 @@ def _draw_table(panels: Sequence[Axes], d: int) -> None:
 
 
 def _draw_layers(
-    axes: Axes, layers: Sequence[tuple[NormShape, float]], settings: dict[str, Any]
+    axes: Axes, layers: Sequence[tuple[NormShape, float]], title: str
 ) -> None:
     kinds = [layer.spec.partition(":")[0] for layer, _ in layers]
     for kind in dict.fromkeys(kinds):
@@ -244,11 +235,7 @@ def _draw_layers(
         fontsize=7,
     )
     axes.set_xlim(-1, len(layers))
-    axes.set_title(
-        "Layers of the model, {images} images of {height} x {width} per GPU".format(
-            **settings
-        )
-    )
+    axes.set_title(title)
     _mark_infeasible(axes, [ratio for _, ratio in layers])
 
 

@@ -22,6 +22,8 @@ from . import add_reduced, trained_detector
 from .analysis_result import AnalysisResult, findings_of
 from .trained_detector import box_ap, detect, load_detector
 
+Input = dict[str, Any]  # of a detector: a record with an "image"
+
 MOST = 1.0  # AP
 REDUCED = {"batches": [1, 2], "images": 4}
 
@@ -44,8 +46,8 @@ def analyze_padding(
     *,
     config_file: str,
     weights: str,
-    batches: Sequence[int] = (1, 2, 4, 8),
-    images: int = 0,
+    batches: Sequence[int],
+    images: int,
 ) -> AnalysisResult:
     """Compare features and box AP of images in batches and alone.
 
@@ -64,14 +66,13 @@ def analyze_padding(
         raise ConfigError(
             f"batches ({list(batches)}): expected positive numbers. Fix: give 1 or more."
         )
-    model, examples = load_detector(config_file, weights, images)
-    tensors = [example.image for example in examples]
+    model, inputs, evaluator = load_detector(config_file, weights, images)
     rows: list[dict[str, Any]] = []
     for batch in progress_bar(batches, desc="batches", unit="size"):
         shares, detections = [], []
         differences: list[dict[str, float]] = []
-        for start in range(0, len(tensors), batch):
-            group = tensors[start : start + batch]
+        for start in range(0, len(inputs), batch):
+            group = inputs[start : start + batch]
             detections += detect(model, group)
             shares.append(_padding(model, group))
             differences += _differences(model, group)
@@ -82,7 +83,7 @@ def analyze_padding(
         rows.append(
             {"batch": batch, "padding": round(statistics.mean(shares), 3)}
             | {name: round(value, 4) for name, value in levels.items()}
-            | {"AP": round(box_ap(examples, detections), 2)}
+            | {"AP": round(box_ap(evaluator, inputs, detections), 2)}
         )
     aps = [row["AP"] for row in rows]
     findings = findings_of(
@@ -92,20 +93,21 @@ def analyze_padding(
             ]
         }
     )
-    settings = {"config": config_file, "weights": weights, "images": len(examples)}
-    return AnalysisResult("padding", settings, rows, findings, _draw(rows))
+    settings = {"images": len(inputs)}
+    return AnalysisResult("padding", rows, findings, _draw(rows), settings)
 
 
-def _padding(model: Any, group: Sequence[Tensor]) -> float:
+def _padding(model: Any, group: Sequence[Input]) -> float:
     """Return the share of padding in a batch."""
-    padded = model.preprocess_image([{"image": image} for image in group]).tensor
-    return 1 - sum(image[0].numel() for image in group) / padded[:, 0].numel()
+    padded = model.preprocess_image(group).tensor
+    pixels = sum(each["image"][0].numel() for each in group)
+    return 1 - pixels / padded[:, 0].numel()
 
 
 @torch.no_grad()
-def _features(model: Any, group: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
+def _features(model: Any, group: Sequence[Input]) -> Iterator[dict[str, Tensor]]:
     """Yield the features of each image of a batch, over its own area."""
-    images = model.preprocess_image([{"image": image} for image in group])
+    images = model.preprocess_image(group)
     maps = model.backbone(images.tensor)
     for index, (height, width) in enumerate(images.image_sizes):
         yield {
@@ -117,10 +119,10 @@ def _features(model: Any, group: Sequence[Tensor]) -> Iterator[dict[str, Tensor]
 
 
 def _differences(
-    model: nn.Module, group: Sequence[Tensor]
+    model: nn.Module, group: Sequence[Input]
 ) -> Iterator[dict[str, float]]:
-    for image, together in zip(group, _features(model, group), strict=True):
-        (alone,) = _features(model, [image])
+    for single, together in zip(group, _features(model, group), strict=True):
+        (alone,) = _features(model, [single])
         yield {
             name: float((together[name] - alone[name]).norm() / alone[name].norm())
             for name in alone

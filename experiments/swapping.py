@@ -59,12 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def analyze_swapping(
     *,
-    depths: Sequence[int] = (2, 4),
-    neurons: int = 100,
-    examples: int = 2000,
-    steps: int = 200,
-    batch_size: int = 0,
-    seed: int = 0,
+    depths: Sequence[int],
+    neurons: int,
+    examples: int,
+    steps: int,
+    batch_size: int,
+    seed: int,
 ) -> AnalysisResult:
     """Train MLPs without whitening and with PCA or ZCA whitening of every hidden layer.
 
@@ -125,17 +125,8 @@ def analyze_swapping(
                         zip(losses, swapped, strict=True)
                     )
                 ]
-    settings = {
-        "depths": list(depths),
-        "neurons": neurons,
-        "examples": examples,
-        "steps": steps,
-        "batch_size": batch_size,
-        "seed": seed,
-    }
-    return AnalysisResult(
-        "swapping", settings, rows, _findings(rows, depths), _draw(rows, settings)
-    )
+    figure = _draw(rows, depths, batch_size, seed)
+    return AnalysisResult("swapping", rows, _findings(rows, depths), figure)
 
 
 class WhitenedMLP(nn.Module):
@@ -289,12 +280,14 @@ def _findings(rows: Sequence[dict[str, Any]], depths: Sequence[int]) -> dict[str
     }
 
 
-def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
+def _draw(
+    rows: Sequence[dict[str, Any]], depths: Sequence[int], batch_size: int, seed: int
+) -> Figure:
     figure = Figure(figsize=(13, 7.2), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=(0.62, 1), squeeze=False)[:, 0]
-    _draw_two_batches(above, settings["seed"])
-    axes = below.subplots(1, len(settings["depths"]) + 1)
-    for panel, depth in zip(axes, settings["depths"], strict=False):
+    _draw_two_batches(above, seed)
+    axes = below.subplots(1, len(depths) + 1)
+    for panel, depth in zip(axes, depths, strict=False):
         for method, label in METHODS.items():
             chosen = [
                 row for row in rows if (row["layers"], row["method"]) == (depth, method)
@@ -316,7 +309,7 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
         chosen = [
             row
             for row in rows
-            if (row["layers"], row["method"]) == (max(settings["depths"]), method)
+            if (row["layers"], row["method"]) == (max(depths), method)
         ]
         points = [
             (row["step"], row["swapped"])
@@ -332,7 +325,7 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
             label=label,
         )
     axes[-1].set(
-        title=f"{max(settings['depths'])}-layer MLP, first hidden layer",
+        title=f"{max(depths)}-layer MLP, first hidden layer",
         xlabel="step",
         ylabel="fraction of swapped neurons",
         ylim=(-0.03, 1),
@@ -340,11 +333,7 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
     for panel in axes:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
-    batch = (
-        f"batches of {settings['batch_size']}"
-        if settings["batch_size"]
-        else "full batch"
-    )
+    batch = f"batches of {batch_size}" if batch_size else "full batch"
     below.suptitle(
         f"Gradient descent, {batch}, best of the learning rates {', '.join(f'{r:g}' for r in RATES)}"
     )

@@ -34,7 +34,7 @@ from gw_detectron.workbench.predict.tile_merging import Window
 
 from . import add_reduced, trained_detector
 from .analysis_result import AnalysisResult, findings_of
-from .trained_detector import Example, box_ap, load_detector
+from .trained_detector import box_ap, load_detector
 
 REDUCED = {"images": 4}
 
@@ -59,9 +59,9 @@ def analyze_tiling(
     *,
     config_file: str,
     weights: str,
-    tile: int = 128,
-    overlap: int = 32,
-    images: int = 0,
+    tile: int,
+    overlap: int,
+    images: int,
 ) -> AnalysisResult:
     """Compare box AP and time of whole images and of tiles.
 
@@ -76,9 +76,9 @@ def analyze_tiling(
         ConfigError: all images fit into one tile.
         Other errors: see :func:`experiments.trained_detector.load_detector`.
     """
-    model, examples = load_detector(config_file, weights, images)
-    examples = [example for example in examples if max(example.image.shape[1:]) > tile]
-    if not examples:
+    model, inputs, evaluator = load_detector(config_file, weights, images)
+    inputs = [each for each in inputs if max(each["image"].shape[1:]) > tile]
+    if not inputs:
         raise ConfigError(
             f"tile ({tile}): all images are smaller. Fix: give fewer pixels."
         )
@@ -93,23 +93,22 @@ def analyze_tiling(
     }
     if find_spec("sahi"):
         ways["SAHI"] = _sahi(predictor, tile, overlap)
-    rows = [_measure(name, way, examples) for name, way in ways.items()]
-    ap = {row["statistics"]: row["AP"] for row in rows}
+    rows: list[dict[str, Any]] = []
+    for name, way in ways.items():
+        detections, seconds = _detect(name, way, inputs)
+        ap = box_ap(evaluator, inputs, detections)
+        row = {"statistics": name, "AP": round(ap, 2)}
+        rows.append({**row, "seconds per image": round(seconds, 3)})
+    aps = {row["statistics"]: row["AP"] for row in rows}
     findings = findings_of(
-        {"statistics of the image raise the AP in tiles": [ap["image"] > ap["tile"]]}
+        {"statistics of the image raise the AP in tiles": [aps["image"] > aps["tile"]]}
     )
-    settings = {
-        "config": config_file,
-        "weights": weights,
-        "images": len(examples),
-        "tile": tile,
-        "overlap": overlap,
-    }
-    return AnalysisResult("tiling", settings, rows, findings, _draw(rows))
+    settings = {"images": len(inputs)}
+    return AnalysisResult("tiling", rows, findings, _draw(rows), settings)
 
 
 class _Native(Predictor):
-    """Takes images as an ``Example`` has them: resized, in the channel order of the model."""
+    """Takes images that are resized already, in the channel order of the model."""
 
     def input(self, image: np.ndarray, scale: float | None = None) -> dict[str, Any]:
         return {
@@ -188,20 +187,20 @@ def _sahi(
     return predict
 
 
-def _measure(
-    name: str, way: Callable[[np.ndarray], Instances], examples: list[Example]
-) -> dict[str, Any]:
+def _detect(
+    name: str, way: Callable[[np.ndarray], Instances], inputs: list[dict[str, Any]]
+) -> tuple[list[Instances], float]:
+    """Return the detections in pixels of the photos, and the seconds per image."""
+    images = [each["image"].permute(1, 2, 0).numpy() for each in inputs]
     begin = time.perf_counter()
-    found = [
-        way(example.image.permute(1, 2, 0).numpy())
-        for example in progress_bar(examples, desc=name, unit="image")
-    ]
-    seconds = (time.perf_counter() - begin) / len(examples)
-    return {
-        "statistics": name,
-        "AP": round(box_ap(examples, found), 2),
-        "seconds per image": round(seconds, 3),
-    }
+    found = [way(image) for image in progress_bar(images, desc=name, unit="image")]
+    seconds = (time.perf_counter() - begin) / len(images)
+
+    for each, instances in zip(inputs, found, strict=True):
+        height, width = instances.image_size
+        scale = each["width"] / width, each["height"] / height
+        instances.pred_boxes.scale(*scale)
+    return found, seconds
 
 
 def _draw(rows: list[dict[str, Any]]) -> Figure:

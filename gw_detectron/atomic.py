@@ -1,6 +1,7 @@
 """Atomic writes: a file or folder appears complete or not at all."""
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -23,6 +24,17 @@ def atomic_write(path: Path) -> Iterator[Path]:
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically, in UTF-8."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a json file atomically."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 @contextlib.contextmanager

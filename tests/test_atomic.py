@@ -13,6 +13,7 @@ from gw_detectron.atomic import (
     atomic_write,
     check_replaceable,
     remove_unfinished,
+    write_text,
 )
 from gw_detectron.errors import FileAccessError
 
@@ -45,6 +46,15 @@ def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path):
     remove_unfinished(str(tmp_path))
     assert path.read_bytes() == b"newer"
     assert entries(tmp_path) == ["model.pth"]
+
+
+def test_a_text_is_written_in_utf_8(tmp_path):
+    path = tmp_path / "classes.txt"
+
+    write_text(path, "né, ネコ\n")
+
+    assert path.read_bytes() == "né, ネコ\n".encode()
+    assert entries(tmp_path) == ["classes.txt"]
 
 
 def test_an_error_of_the_caller_passes_and_leaves_nothing(tmp_path):

@@ -11,8 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from gw_detectron.atomic import atomic_write
-
-KINDS = {"bbox": "box", "segm": "mask"}
+from gw_detectron.workbench.dataset.coco_scores import COCO_TASKS
 
 
 def draw(files: list[Path]) -> pyplot.Figure:
@@ -29,6 +28,9 @@ def draw(files: list[Path]) -> pyplot.Figure:
         runs = [
             run for run in map(json.loads, file.read_text().splitlines()) if run["seed"]
         ]
+        # the study's own results name the task in place of the score
+        score = runs[0].get("score") or f"{runs[0]['task']}/AP"
+        task, _, name = score.partition("/")
         # from top to bottom
         norms = list(dict.fromkeys(run["norm"] for run in runs))[::-1]
         for place, norm in enumerate(norms):
@@ -43,7 +45,7 @@ def draw(files: list[Path]) -> pyplot.Figure:
             )
         axes.set(
             title=file.parent.name,
-            xlabel=f"{KINDS[runs[0]['task']]} AP",
+            xlabel=f"{COCO_TASKS[task].noun} {name}",
             ylim=(-0.6, len(norms)),
         )
         axes.set_yticks(range(len(norms)), norms)

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from detectron2.utils.file_io import PathHandler, PathManager
 from iopath.common.file_io import HTTPURLHandler, file_lock, get_cache_dir
 
-from ..atomic import atomic_write
+from ..atomic import write_text
 from ..errors import (
     FileAccessError,
     MissingFileError,
@@ -215,8 +215,7 @@ def _published_weights(address: str, weights: PublishedWeights, cache: Path) -> 
             if is_new:
                 source.unlink()
             raise WeightsFileError(f"{address} ({weights.url!r}): {error}") from None
-    with atomic_write(record) as temporary:
-        temporary.write_text(digest)
+    write_text(record, digest)
     return target
 
 

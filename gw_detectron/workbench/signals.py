@@ -1,11 +1,11 @@
 """Signals that end a program: SIGTERM, SIGHUP and Ctrl-C."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from multiprocessing.process import BaseProcess
 from types import FrameType
 
 #: SIGHUP, which a terminal or an SSH connection sends at its end, counts as SIGTERM
@@ -59,18 +59,19 @@ def signals_handled(
             signal.signal(number, previous)
 
 
-def end_children(*, kill: bool) -> None:
-    """End the child processes by SIGKILL or SIGTERM, and wait for them."""
-    children = multiprocessing.active_children()
+def end_processes(
+    processes: Collection[BaseProcess], patience: float | None = None
+) -> None:
+    """End processes by SIGTERM, after which a training writes a checkpoint, and wait for them.
 
-    for child in children:
-        if kill:
-            child.kill()
-        else:
-            child.terminate()
-
-    for child in children:
-        child.join()
+    Those that run after ``patience`` seconds are killed; None waits for any time.
+    """
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(patience)
+        process.kill()
+        process.join()
 
 
 def obey_parent(worker: int) -> None:
@@ -81,10 +82,10 @@ def obey_parent(worker: int) -> None:
     and waits for the worker.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATING)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_at_signal_of_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_at_signal_of_parent() -> None:
     while signal.sigwaitinfo(TERMINATING).si_pid != os.getppid():
         pass
     os._exit(1)

@@ -1,18 +1,19 @@
 """Padding and tiles: what they change in a detector whose norms see single samples."""
 
-import numpy as np
 import pytest
 import torch
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import Boxes, BoxMode, Instances
 
 from examples.shapes import ShapesConfig, write_shapes
 from experiments.padding import analyze_padding
 from experiments.tiling import analyze_tiling
-from experiments.trained_detector import Example, box_ap
+from experiments.trained_detector import box_ap, load_detector
 from gw_detectron.config import read_config
 from gw_detectron.modeling import build_checked_model
 
 from ..tiny_run import CONFIG, OPTS, key_words
+
+MODES = (BoxMode.XYWH_ABS, BoxMode.XYXY_ABS)
 
 
 @pytest.fixture(scope="module")
@@ -55,40 +56,29 @@ val:
     }
 
 
-BOXES = [[2.0, 3.0, 20.0, 30.0], [30.0, 30.0, 60.0, 50.0]]
-EXAMPLE = Example(
-    torch.zeros(3, 64, 64), np.array(BOXES), np.array([0, 1]), np.array([0, 0])
-)
+def test_box_ap_of_right_and_missing_boxes(detector):
+    _, inputs, evaluator = load_detector(**detector, images=3)
+    objects = []
+    nothing = []
+    for record in inputs:
+        size = (record["height"], record["width"])
+        boxes = [each["bbox"] for each in record["annotations"]]
+        instances = Instances(size)
+        instances.pred_boxes = Boxes(BoxMode.convert(torch.tensor(boxes), *MODES))
+        instances.pred_classes = torch.tensor(
+            [each["category_id"] for each in record["annotations"]]
+        )
+        instances.scores = torch.ones(len(boxes))
+        objects.append(instances)
+        nothing.append(instances[:0])
 
-
-def detections(boxes, classes):
-    """Return boxes as detections of falling scores."""
-    instances = Instances((64, 64))
-    instances.pred_boxes = Boxes(torch.tensor(boxes).reshape(-1, 4))
-    instances.pred_classes = torch.tensor(classes)
-    instances.scores = torch.tensor([0.9, 0.8])[: len(boxes)]
-    return instances
-
-
-@pytest.mark.parametrize(
-    ("boxes", "classes", "ap"),
-    [
-        (BOXES, [0, 1], 100),
-        ([], [], 0),
-        (BOXES[:1], [0], 50),  # the mean of the classes
-        (BOXES, [1, 0], 0),
-        # IoU 27 / 36 = 0.75: six of ten thresholds
-        ([[2.0, 3.0, 20.0, 39.0], BOXES[1]], [0, 1], (60 + 100) / 2),
-    ],
-)
-def test_box_ap_of_right_missing_and_wrong_detections(boxes, classes, ap):
-    found = detections(boxes, classes)
-    measured = box_ap([EXAMPLE, EXAMPLE], [found, found])
-    assert measured == pytest.approx(ap, abs=0.1)
+    assert box_ap(evaluator, inputs, objects) == pytest.approx(100, abs=0.1)
+    assert box_ap(evaluator, inputs, nothing) == 0
+    assert 0 < box_ap(evaluator, inputs, [*objects[:2], nothing[2]]) < 90
 
 
 def test_padding_changes_the_features_of_batches(detector):
-    result = analyze_padding(**detector, batches=[1, 2, 4])
+    result = analyze_padding(**detector, batches=[1, 2, 4], images=0)
 
     assert result.settings["images"] == 4
     assert [row["batch"] for row in result.rows] == [1, 2, 4]

@@ -1,22 +1,22 @@
 """Train the same detector with several norms, and say which one to take."""
 
 import argparse
-from dataclasses import fields
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ..compare import PAGE, RECOMMENDED, Comparison, compare
 from ..console import check_folder
+from ..run import RunRequest
 from ..signals import Interrupted
 from .parsers import new_parser
-from .train import DATASET_FLAGS, add_dataset_flags
+from .train import add_dataset_flags
 
 _NOTE = """\
 Each norm is trained from the same start with the same images. Short runs choose its learning rate;
 the better half goes on to runs of twice the length. Then each norm is trained with several seeds:
 for equal iterations, and for equal time. Norms replace those of the backbone; all else is as in the
 config. The same command continues after an interruption."""
-_RUN_FLAGS = (*DATASET_FLAGS, "num_gpus", "auto", "ignore_preflight")
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -135,21 +135,26 @@ def get_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Run the comparison; print the advice and the files."""
     check_folder(args.output)
-    given = vars(args)
-    flags = {name: given[name] for name in _RUN_FLAGS}
-    test = {
-        "val_json": args.test_json,
-        "val_images": args.test_images,
-    }
-    test = {name: path for name, path in test.items() if path is not None}
-
-    values = {
-        one.name: given[one.name] for one in fields(Comparison) if one.name in given
-    }
-    try:
-        numbers = compare(
-            Comparison(**values, flags=flags, test=test), partial(print, flush=True)
+    base = replace(RunRequest.from_flags(args), minutes=None)  # those of all runs
+    scored = None
+    if args.test_json is not None or args.test_images is not None:
+        scored = replace(
+            base.data, val_json=args.test_json, val_images=args.test_images
         )
+    what = Comparison(
+        base,
+        args.norms,
+        args.output,
+        scored=scored,
+        rates=args.rates,
+        iterations=args.iterations,
+        minutes=args.minutes,
+        seeds=args.seeds,
+        jobs=args.jobs,
+        equal_time=args.equal_time,
+    )
+    try:
+        numbers = compare(what, partial(print, flush=True))
     except Interrupted as stop:
         stop.message += " The same command continues the comparison."
         raise

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ...errors import ConfigError, printable
+from ...errors import printable
 from ..console import check_folder
 from ..report import PAGE, write_report
 from ..report.comparison_page import PAGE as RUNS
@@ -28,11 +28,18 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder to write; default: RUN/report, of several runs output/runs",
     )
-    add("--images", type=int, metavar="N", help="images to draw; default: 4")
+    add(
+        "--images",
+        type=int,
+        default=4,
+        metavar="N",
+        help="images of one run to draw; default: %(default)s",
+    )
     add(
         "--score",
         type=float,
-        help="lowest score of a drawn or counted box; default: 0.5",
+        default=0.5,
+        help="lowest score of a drawn or counted box of one run; default: %(default)s",
     )
     return parser
 
@@ -41,24 +48,15 @@ def main(args: argparse.Namespace) -> None:
     """Write the page; print where it is and what it lacks."""
     if args.output:
         check_folder(args.output)  # before minutes of work
-    options = {"images": args.images, "score": args.score}
-    options = {name: value for name, value in options.items() if value is not None}
-    if len(args.runs) == 1:
-        _report(args.runs[0], args.output, options)
+    if len(args.runs) > 1:
+        output = Path(args.output or "output/runs")
+        write_side_by_side(args.runs, output)
+        print(f"Report: {output / RUNS}")
         return
 
-    if options:
-        raise ConfigError(
-            "--images, --score: only for the report of one run. Fix: leave them out."
-        )
-    output = Path(args.output or "output/runs")
-    write_side_by_side(args.runs, output)
-    print(f"Report: {output / RUNS}")
-
-
-def _report(run: str, output: str | None, options: dict) -> None:
-    folder = Path(output or Path(run, "report"))
-    numbers = write_report(run, **options, output=folder)
+    (run,) = args.runs
+    folder = Path(args.output or Path(run, "report"))
+    numbers = write_report(run, images=args.images, score=args.score, output=folder)
     for entry in numbers["missing"]:
         print(printable(f"Missing: {', '.join(entry['parts'])}: {entry['reason']}"))
     for task, scores in numbers["summary"]["scores"].items():

@@ -55,8 +55,6 @@ _DATASETS = {
     ),
     "datasets": ("FILE", "a yaml with any number of datasets, in place of these flags"),
 }
-#: the names of these flags and of --val-fraction
-DATASET_FLAGS = (*(name.replace("-", "_") for name in _DATASETS), "val_fraction")
 
 
 def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
@@ -105,7 +103,7 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the user's own data, :data:`DATASET_FLAGS`."""
+    """Add the flags of the user's own data, a :class:`.DatasetFlags`."""
     own = parser.add_argument_group(
         "your own data",
         "photos with labels; they set DATASETS and NUM_CLASSES, see docs/your_data.md",

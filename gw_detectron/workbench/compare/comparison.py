@@ -1,13 +1,12 @@
 """Compare norms: what is asked, what is left after an interruption, and the results."""
 
-import argparse
 import contextlib
 import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from ...atomic import atomic_write, remove_unfinished
+from ...atomic import remove_unfinished, write_json, write_text
 from ...config import changed_config, flat_items
 from ...errors import (
     ConfigError,
@@ -41,9 +40,10 @@ from ..run.checks import check_run
 from ..run.folder import RESULT, lock_output
 from ..run.request import DatasetFlags
 from ..run.timing import LEAST_ITERATIONS
+from ..signals import end_processes
 from .jobs import measure, train
 from .plan import SEARCH_SEED, Costs, Job, Plan, check_plan, norm_keys, schedule_keys
-from .processes import Processes, read_result, result_of, stop, write_json
+from .processes import PATIENCE, Processes, read_result, result_of
 from .schedule import EXTENTS, Schedule, affordable
 from .verdict import summarize
 from .verdict_page import verdict_sections
@@ -62,35 +62,29 @@ class Comparison:
     """A comparison: of which norms, and how long.
 
     Args:
-        config_file: the config; its norms in the backbone are replaced.
+        base: the run that is repeated: its config, keys and flags. Its datasets choose the rates; its
+            norms in the backbone, learning rate, schedule and seed are replaced.
         norms: see :func:`gw_detectron.workbench.compare.plan.norm_keys`.
         output: the folder; a comparison there is continued.
-        flags: further flags of ``gw-detectron train`` by their names, such as ``train_json``.
-        opts: config keys for all runs, as KEY VALUE KEY VALUE.
-        test: ``val_json`` and ``val_images`` of the images that are scored; empty for those that
-            choose the rates.
+        scored: the datasets of the scored runs; None for those of ``base``.
         rates: learning rates to try; empty for half, once and twice the config's.
         iterations: of a scored run; 0 to derive them from ``minutes``.
         minutes: time for everything; 0 for no limit.
         seeds: scored runs of each norm; 0 means 3, and with ``minutes`` as many as the time allows.
         jobs: runs side by side.
         equal_time: also compare after equal time: faster norms are trained for more iterations.
-        datasets: a yaml of the images that are ``scored`` or not, in place of the flags.
     """
 
-    config_file: str
+    base: RunRequest
     norms: Sequence[str]
     output: Path
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    opts: Sequence[str] = ()
-    test: Mapping[str, str] = field(default_factory=dict)
+    scored: DatasetFlags | None = None
     rates: Sequence[float] = ()
     iterations: int = 0
     minutes: float = 0.0
     seeds: int = 0
     jobs: int = 1
     equal_time: bool = True
-    datasets: Mapping[bool, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -100,17 +94,15 @@ class Comparison:
         self, folder: Path, keys: Mapping[str, Any], *, scored: bool
     ) -> RunRequest:
         """Return a run in a folder: the keys come after the user's, except for periods."""
-        images = {"val_images": None, **self.test} if scored and self.test else {}
-        flags = {**self.flags, **images, "config_file": self.config_file}
-        if self.datasets:
-            flags |= dict.fromkeys(each.name for each in fields(DatasetFlags))
-            flags["datasets"] = self.datasets[scored and bool(self.test)]
-        opts = list(self.opts)
+        data = self.base.data
+        if scored and self.scored:
+            data = self.scored
+        opts = list(self.base.opts)
         for key, value in {**keys, "OUTPUT_DIR": str(folder)}.items():
-            is_chosen = key.endswith("_PERIOD") and key in self.opts
+            is_chosen = key.endswith("_PERIOD") and self.base.changes(key)
             if not is_chosen:
                 opts += [key, value]
-        return RunRequest.from_flags(argparse.Namespace(**flags, opts=opts))
+        return replace(self.base, data=data, opts=tuple(opts))
 
 
 def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
@@ -127,20 +119,21 @@ def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
         RunError: a run failed, or AP is 0 in all runs.
     """
     _check(what)
-    cfg = _checked_config(what, report)
-    base = cfg.SOLVER.BASE_LR
-    rates = list(what.rates) or [base / 2, base, base * 2]
+    cfg, datasets = _checked_config(what, report)
+    if not what.rates:
+        rate = cfg.SOLVER.BASE_LR
+        what = replace(what, rates=(rate / 2, rate, rate * 2))
     processes = Processes(cfg.MODEL.DEVICE, what.jobs)
 
     with safe_imports(), contextlib.closing(lock_output(str(what.folder))):
         remove_unfinished(what.folder)
         begin = time.monotonic()
         what = _read_labels_once(what, cfg)
-        settings = _settings(what, cfg, rates, processes, report)
+        inputs = {**_inputs(what, cfg), **datasets}
+        settings = _settings(what, cfg, inputs, processes, report)
         costs = Costs(**settings["costs"])
-        times = costs.times if what.equal_time else {}
         schedule = Schedule(
-            Plan(what.norms, rates, settings["iterations"], times),
+            _plan(what, settings["iterations"], costs),
             costs,
             settings["evaluations"],
             side_by_side=what.jobs,
@@ -159,6 +152,10 @@ def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
             "compared. Fix: see the messages above; the same command tries the failed runs again."
         )
     return numbers
+
+
+def _plan(what: Comparison, iterations: int, costs: Costs) -> Plan:
+    return Plan(what.norms, what.rates, iterations, costs.times, what.equal_time)
 
 
 def _described(cfg: CfgNode, schedule: Schedule) -> str:
@@ -186,42 +183,56 @@ def _check(what: Comparison) -> None:
             "--minutes: neither a time nor --iterations given. Fix: give e.g. --minutes 60."
         )
     check_plan(what.norms, what.rates or [1.0], what.iterations or 2)
-    gpus = what.flags.get("num_gpus", 1)
+    gpus = what.base.num_gpus
     if gpus > 1:
         raise ConfigError(
             f"--num-gpus ({gpus}): each run uses one GPU. Fix: leave it out; --jobs {gpus} trains "
             f"on {gpus} GPUs, and SOLVER.IMS_PER_BATCH is the batch of one."
         )
-    if what.test:
-        if not what.flags.get("val_json"):
-            raise ConfigError(
-                "--test-json: needs --val-json for the rates, not --val-fraction or --datasets."
-            )
-        labels = what.test.get("val_json", "")
-        labels = existing_path("--test-json", labels, os.path.exists)
-        if "val_images" in what.test or not is_layout(labels):
-            images = what.test.get("val_images", "")
-            existing_path("--test-images", images, os.path.isdir)
-        if labels.endswith(YAML):
-            raise ConfigError(
-                f"--test-json ('{labels}'): a data.yaml has photos to train and to choose the rates. Fix: give the "
-                "folder of the labels to score on."
-            )
+    if what.scored:
+        _check_scored(what.base.data, what.scored)
 
 
-def _checked_config(what: Comparison, report: Report) -> CfgNode:
-    """Return the config, once each norm and the images of --test-json are checked."""
+def _check_scored(search: DatasetFlags, scored: DatasetFlags) -> None:
+    """Check the images that are scored, by the names of their flags."""
+    if not search.val_json:
+        raise ConfigError(
+            "--test-json: needs --val-json for the rates, not --val-fraction or --datasets."
+        )
+    labels = existing_path("--test-json", scored.val_json or "", os.path.exists)
+    if scored.val_images is not None or not is_layout(labels):
+        existing_path("--test-images", scored.val_images or "", os.path.isdir)
+    if labels.endswith(YAML):
+        raise ConfigError(
+            f"--test-json ('{labels}'): a data.yaml has photos to train and to choose the rates. Fix: give the "
+            "folder of the labels to score on."
+        )
+
+
+def _checked_config(
+    what: Comparison, report: Report
+) -> tuple[CfgNode, dict[str, dict[str, str]]]:
+    """Check each norm, and the images of --test-json.
+
+    Returns:
+        The config, whose datasets stay registered, and the digests of all datasets.
+    """
     warnings: dict[str, None] = {}  # once each
-    if what.test:
+    digests = {}
+    if what.scored:
         tested = _config(what, scored=True)
         _check_norm(what, tested, what.norms[0], " with --test-json", warnings)
-    cfg = _config(what, scored=False)  # the last images stay registered
+        digests["--test-json, "] = _dataset_digests(tested.DATASETS.TEST[0])
+
+    cfg = _config(what, scored=False)  # replaces the datasets above
     for norm in what.norms:
         _check_norm(what, cfg, norm, "", warnings)
+    for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
+        digests[f"dataset '{name}', "] = _dataset_digests(name)
 
     for text in warnings:
         report(f"Warning: {text}")
-    return cfg
+    return cfg, digests
 
 
 def _config(what: Comparison, *, scored: bool) -> CfgNode:
@@ -233,7 +244,7 @@ def _config(what: Comparison, *, scored: bool) -> CfgNode:
         )
     if not object_count_keys(cfg):
         raise ConfigError(
-            f"--config-file ('{what.config_file}'): it detects no objects, so it has no AP."
+            f"--config-file ('{what.base.config_file}'): it detects no objects, so it has no AP."
         )
     return cfg
 
@@ -245,7 +256,7 @@ def _check_norm(
     weights = open_start_weights(cfg.MODEL.WEIGHTS)
     found = check_run(changed_config(cfg, norm_keys(norm)), weights)
     errors = [f"{norm}{images}: {text}" for text in found.errors]
-    if what.flags.get("ignore_preflight"):
+    if what.base.ignore_preflight:
         warnings |= dict.fromkeys(errors)
     else:
         found.errors = errors
@@ -258,24 +269,29 @@ def _read_labels_once(what: Comparison, cfg: CfgNode) -> Comparison:
     sources = own_sources((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
     if not any(source.labels.layout for source in sources.values()):
         return what
-    files = {}
-    for scored in (True, False) if what.test else (False,):
-        folder = what.folder / "labels" / ("scored" if scored else "search")
-        prepared = prepare(what.request(folder, {}, scored=scored))
-        record_datasets(prepared.cfg, str(folder))
-        files[scored] = str(folder / DATASETS_FILE)
-    return replace(what, datasets=files)
+    scored = None
+    if what.scored:
+        scored = _write_labels(what, "scored")
+    search = _write_labels(what, "search")  # the last images stay registered
+    return replace(what, base=replace(what.base, data=search), scored=scored)
+
+
+def _write_labels(what: Comparison, name: str) -> DatasetFlags:
+    folder = what.folder / "labels" / name
+    prepared = prepare(what.request(folder, {}, scored=name == "scored"))
+    record_datasets(prepared.cfg, str(folder))
+    return DatasetFlags(datasets=str(folder / DATASETS_FILE))
 
 
 def _settings(
     what: Comparison,
     cfg: CfgNode,
-    rates: Sequence[float],
+    inputs: Mapping[str, Any],
     processes: Processes,
     report: Report,
 ) -> dict[str, Any]:
     """Return what the runs follow from: of the folder or, for a new comparison, measured."""
-    asked = json.loads(json.dumps(_inputs(what, cfg, rates)))
+    asked = json.loads(json.dumps(inputs))
     path = what.folder / SETTINGS
     if path.exists():
         settings = json.loads(path.read_text())
@@ -283,11 +299,11 @@ def _settings(
         return settings
 
     begin = time.monotonic()
-    costs = _measure(what, cfg, rates, processes, report)
+    costs = _measure(what, cfg, processes, report)
     iterations = what.iterations
     evaluations = EXTENTS[0][1]
     if not iterations:
-        plan = Plan(what.norms, rates, 1000, costs.times if what.equal_time else {})
+        plan = _plan(what, 1000, costs)  # of any length
         on_gpu = cfg.MODEL.DEVICE != "cpu"  # where runs side by side slow each other
         workers = (1 + what.jobs) / 2 if on_gpu else what.jobs
         spent = time.monotonic() - begin
@@ -304,29 +320,23 @@ def _settings(
     return settings
 
 
-def _inputs(
-    what: Comparison, cfg: CfgNode, rates: Sequence[float]
-) -> dict[str, dict[str, Any]]:
-    """Return what the results depend on, by groups and names."""
-    asked = {"--norms": list(what.norms), "--rates": list(rates)}
+def _inputs(what: Comparison, cfg: CfgNode) -> dict[str, dict[str, Any]]:
+    """Return what the results depend on beside the datasets, by groups and names."""
+    asked = {"--norms": list(what.norms), "--rates": list(what.rates)}
     if what.iterations:
         asked["--iterations"] = what.iterations
     weights = local_file(cfg.MODEL.WEIGHTS)
     if weights:
         asked["the file of MODEL.WEIGHTS"] = sha256_of(weights)
     keys = changed_config(cfg, {"OUTPUT_DIR": ""})
-    inputs = {"": asked, "key ": dict(flat_items(keys))}
-    if what.test:
-        (name,) = _config(what, scored=True).DATASETS.TEST
-        inputs["--test-json, "] = _dataset_inputs(name)
-        _config(what, scored=False)  # registers the images of the search again
-    for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
-        inputs[f"dataset '{name}', "] = _dataset_inputs(name)
-    inputs["version of "] = {**software_versions(), "platform": ""}  # the kernel's
-    return inputs
+    return {
+        "": asked,
+        "key ": dict(flat_items(keys)),
+        "version of ": {**software_versions(), "platform": ""},  # the kernel's
+    }
 
 
-def _dataset_inputs(name: str) -> dict[str, str]:
+def _dataset_digests(name: str) -> dict[str, str]:
     """Return the folder and digests of a registered dataset; of its images, by size and time of change.
 
     To read the time takes some 10 us for an image, its pixels would take 10 ms.
@@ -369,7 +379,6 @@ def _check_same_inputs(
 def _measure(
     what: Comparison,
     cfg: CfgNode,
-    rates: Sequence[float],
     processes: Processes,
     report: Report,
 ) -> Costs:
@@ -387,7 +396,7 @@ def _measure(
     if not what.minutes:
         return costs
 
-    job = Job(what.norms[0], min(rates), SEARCH_SEED, LEAST_ITERATIONS)
+    job = Job(what.norms[0], min(what.rates), SEARCH_SEED, LEAST_ITERATIONS)
     folder = folder / "run"
     begin = time.monotonic()
     _wait(folder, _start(what, cfg, job, 1, processes, folder))
@@ -400,7 +409,7 @@ def _wait(folder: Path, process: BaseProcess) -> dict[str, Any]:
     try:
         return result_of(folder, process)
     finally:
-        stop([process])
+        end_processes([process], PATIENCE)
 
 
 def _run_folder(what: Comparison, job: Job) -> Path:
@@ -449,7 +458,7 @@ def _run_all(
             for job in ended:
                 _take_result(what, schedule, job, running.pop(job), report)
     finally:
-        stop(running.values())
+        end_processes(running.values(), PATIENCE)
 
 
 def _start(
@@ -494,8 +503,7 @@ def _take_result(
 def _write_results(what: Comparison, schedule: Schedule) -> None:
     """Write a line for each finished run of the plan, in its order."""
     lines = [json.dumps(result) + "\n" for result in schedule.in_order().values()]
-    with atomic_write(what.folder / RESULTS) as temporary:
-        temporary.write_text("".join(lines))
+    write_text(what.folder / RESULTS, "".join(lines))
 
 
 def _conclude(what: Comparison, cfg: CfgNode, schedule: Schedule) -> dict[str, Any]:
@@ -512,9 +520,8 @@ def _conclude(what: Comparison, cfg: CfgNode, schedule: Schedule) -> dict[str, A
     schedule.check_ap(results)
 
     plan = schedule.plan
-    times = schedule.costs.times
-    numbers = summarize(plan, times, results)
-    sections = verdict_sections(numbers, plan, times, results)
+    numbers = summarize(plan, results)
+    sections = verdict_sections(numbers, plan, results)
     write_page(what.folder / PAGE, f"Comparison of {', '.join(plan.norms)}", sections)
     write_json(what.folder / NUMBERS, numbers)
     if numbers["recommended"]:
@@ -526,6 +533,5 @@ def _write_config(folder: Path, cfg: CfgNode, norm: str, rate: float) -> None:
     """Write the config to continue with: the given one with the norm and its rate."""
     keys = {"SOLVER.BASE_LR": rate, "OUTPUT_DIR": "output/recommended"}
     recommended = changed_config(cfg, {**norm_keys(norm), **keys})
-    with atomic_write(folder / RECOMMENDED) as temporary:
-        temporary.write_text(recommended.dump())
+    write_text(folder / RECOMMENDED, recommended.dump())
     record_datasets(cfg, str(folder))

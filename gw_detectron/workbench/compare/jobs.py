@@ -17,70 +17,64 @@ from .plan import Costs, Job
 
 
 def train(folder: Path, job: Job, request: RunRequest) -> dict[str, Any]:
-    """Train, or continue a training, and return its result.
+    """Train, or continue a training, and return its result, from its metrics.
 
-    AP is AP@N if there is one, and 0 if a loss is not finite.
+    AP is AP@N if there is one, and 0 without any detection or if a loss is not finite.
     """
     start = time.perf_counter()
     diverged = ""
-    evaluated = {}
     try:
-        evaluated = main(replace(request, resume=True)) or {}
+        main(replace(request, resume=True))
     except NonFiniteError as error:
         diverged = first_line(error)
 
-    scores = {
-        task: _percent(evaluated[task]) for task in COCO_TASKS if task in evaluated
-    }
     lines = read_metrics(folder / METRICS)
-    name = _score_name(scores, lines)
-    task, _, score = name.partition("/")
+    name = _score_name(set().union(*lines))
+    evaluations = [line for line in lines if name in line]
+    scores = {}
+    if evaluations and not diverged:
+        scores = _scores(evaluations[-1])
     return {
         **job._asdict(),
         "score": name,
-        "AP": scores.get(task, {}).get(score, 0.0),
+        "AP": scores.get(name) or 0.0,
         "diverged": diverged,
         "scores": scores,
-        "curve": _curve(lines, name, job.iterations),
+        "curve": _curve(evaluations, name, job.iterations),
         "seconds": round(time.perf_counter() - start, 1),
         "versions": software_versions(),
     }
 
 
-def _percent(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return an evaluation in percent, with None for NaN; AP is 0 without any detection."""
-    scores = {
-        name: None if math.isnan(value) else round(float(value), 3)
-        for name, value in evaluation.items()
-    }
-    scores["AP"] = scores.get("AP") or 0.0
+def _score_name(logged: set[str]) -> str:
+    """Return the name of the AP of the main task, also of a run that diverged later."""
+    main = "bbox"
+    for task in COCO_TASKS:
+        if f"{task}/AP" in logged:
+            main = task
+    return ap_name(main, logged)
+
+
+def _scores(evaluation: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the scores of an evaluation in percent by their names, with None for NaN."""
+    scores = {}
+    for name, value in evaluation.items():
+        if name.partition("/")[0] in COCO_TASKS:
+            scores[name] = None if math.isnan(value) else round(value, 3)
     return scores
 
 
-def _score_name(scores: Mapping[str, Any], lines: list[dict[str, Any]]) -> str:
-    """Return the name of the AP of the main task, also of a run that diverged after evaluations."""
-    names = set().union(*lines)
-    for task, values in scores.items():
-        names |= {f"{task}/{score}" for score in values}
-    main = "bbox"
-    for task in COCO_TASKS:
-        if f"{task}/AP" in names:
-            main = task
-    return ap_name(main, names)
-
-
 def _curve(
-    lines: list[dict[str, Any]], name: str, last: int
+    evaluations: list[dict[str, Any]], name: str, last: int
 ) -> list[tuple[int, float]]:
     """Return a score by iteration.
 
     A run that is killed after its end is evaluated again, which is no further point.
     """
     curve = {}
-    for line in lines:
-        value = line.get(name, math.nan)
-        if not math.isnan(value):
-            curve[min(line["iteration"] + 1, last)] = round(value, 3)
+    for line in evaluations:
+        if not math.isnan(line[name]):
+            curve[min(line["iteration"] + 1, last)] = round(line[name], 3)
     return list(curve.items())
 
 

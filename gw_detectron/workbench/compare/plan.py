@@ -135,14 +135,15 @@ class Plan:
         norms: their names, see :func:`norm_keys`.
         rates: learning rates of the search.
         iterations: of the scored runs.
-        times: seconds of an iteration of each norm, to compare after equal time too; empty for
-            equal iterations only.
+        times: seconds of an iteration of each norm.
+        equal_time: also compare after equal time: faster norms are trained for more iterations.
     """
 
     norms: Sequence[str]
     rates: Sequence[float]
     iterations: int
     times: Mapping[str, float]
+    equal_time: bool = True
 
     @property
     def first_search(self) -> int:
@@ -176,7 +177,7 @@ class Plan:
     def lengths(self, norm: str) -> list[int]:
         """Return the iterations of scored runs: equal ones, and those in equal time if longer."""
         lengths = [self.iterations]
-        if self.times:
+        if self.equal_time:
             factor = max(self.times.values()) / self.times[norm]
             longer = round(self.iterations * factor)
             if longer > _SAME_TIME * self.iterations:

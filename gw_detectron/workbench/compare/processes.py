@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from ...atomic import atomic_write
+from ...atomic import write_json
 from ...errors import RunError
 from ..console import errors_reported
 from ..run.folder import RESULT
 
 LOG = "process.txt"
-_PATIENCE = 60.0  # seconds for the checkpoint of a run that is stopped
+#: seconds for the checkpoint of a run that is stopped
+PATIENCE = 60.0
 # processes that start with the imports done, and without CUDA
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -86,12 +87,12 @@ def run_in_process(
     os.dup2(log, 1)
     os.dup2(log, 2)
 
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_stop_after_parent, daemon=True).start()
     with errors_reported():
         write_json(folder / RESULT, work(folder, *args))
 
 
-def _end_with_parent() -> None:
+def _stop_after_parent() -> None:
     """Stop with a checkpoint when the comparison was killed.
 
     The next call finds no other run in the folder.
@@ -100,18 +101,8 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_PATIENCE)
+        time.sleep(PATIENCE)
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop(processes: Collection[BaseProcess]) -> None:
-    """End processes; a training writes a checkpoint first."""
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        process.join(_PATIENCE)
-        process.kill()
-        process.join()
 
 
 def result_of(folder: Path, process: BaseProcess) -> dict[str, Any]:
@@ -149,9 +140,3 @@ def read_result(folder: Path) -> dict[str, Any]:
     for checkpoint in (*folder.glob("*.pth"), folder / "last_checkpoint"):
         checkpoint.unlink(missing_ok=True)
     return result
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a json file atomically."""
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=2) + "\n")

@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .plan import Job, Plan
@@ -26,6 +26,19 @@ class Difference(NamedTuple):
     high: float | None
     seeds: int
 
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> "Difference":
+        """Return the mean of differences, one per seed, by the paired t test."""
+        seeds = len(differences)
+        mean = statistics.mean(differences)
+        if seeds == 1:
+            return cls(mean, None, None, seeds)
+
+        quantile = _T[min(seeds - 1, len(_T)) - 1]
+        deviation = statistics.stdev(differences)
+        half = quantile * deviation / math.sqrt(seeds)
+        return cls(mean, mean - half, mean + half, seeds)
+
     @property
     def may_be_none(self) -> bool:
         """Whether the interval includes 0 or less."""
@@ -37,38 +50,28 @@ class Difference(NamedTuple):
 
 
 def paired_difference(first: Scores, second: Scores) -> Difference | None:
-    """Compare values by seed, by the paired t test; None without a common seed."""
+    """Compare values by seed; None without a common seed."""
     seeds = first.keys() & second.keys()
     if not seeds:
         return None
-
-    differences = [first[seed] - second[seed] for seed in seeds]
-    mean = statistics.mean(differences)
-    if len(seeds) == 1:
-        return Difference(mean, None, None, 1)
-
-    freedom = len(seeds) - 1
-    quantile = _T[min(freedom, len(_T)) - 1]
-    deviation = statistics.stdev(differences)
-    half = quantile * deviation / math.sqrt(len(seeds))
-    return Difference(mean, mean - half, mean + half, len(seeds))
+    return Difference.of([first[seed] - second[seed] for seed in seeds])
 
 
-def summarize(
-    plan: Plan, times: Mapping[str, float], results: Results
-) -> dict[str, Any]:
+def summarize(plan: Plan, results: Results) -> dict[str, Any]:
     """Return the numbers of a comparison, which ``comparison.json`` holds."""
     ap = {job: result["AP"] for job, result in results.items()}
+    criterion = ITERATIONS
     tables = {ITERATIONS: _scores(plan, ap, 0)}
-    if plan.times:
+    if plan.equal_time:
+        criterion = TIME
         tables[TIME] = _scores(plan, ap, -1)
 
-    norms = {norm: _facts(plan, norm, ap, times) for norm in plan.norms}
-    for criterion, table in tables.items():
+    norms = {norm: _facts(plan, norm, ap) for norm in plan.norms}
+    for name, table in tables.items():
         for norm, facts in norms.items():
-            facts[criterion] = table.get(norm, {})
+            facts[name] = table.get(norm, {})
 
-    take, advice = advise(table, times, criterion)  # by equal time if there is one
+    take, advice = advise(tables[criterion], plan.times, criterion)
     edges = [norm for norm, facts in norms.items() if facts["rate_at_the_edge"]]
     if edges:
         names = ", ".join(edges)
@@ -87,16 +90,14 @@ def summarize(
     }
 
 
-def _facts(
-    plan: Plan, norm: str, ap: Mapping[Job, float], times: Mapping[str, float]
-) -> dict[str, Any]:
+def _facts(plan: Plan, norm: str, ap: Mapping[Job, float]) -> dict[str, Any]:
     """Return the rate and the time of a norm."""
     rate = plan.search(norm, ap)[1]
     edges = (min(plan.rates), max(plan.rates))
     return {
         "rate": rate,
         "rate_at_the_edge": len(plan.rates) > 1 and rate in edges,
-        "seconds_per_iteration": times[norm],
+        "seconds_per_iteration": plan.times[norm],
     }
 
 
@@ -138,8 +139,7 @@ def advise(
     It is the fastest of those at most 1 AP below the best one, with a difference whose interval
     includes 0. The interval does not suffice: few seeds, or one that diverged, make it wide.
     """
-    by_norm = [set(scores) for scores in table.values()]
-    seeds = set.intersection(*by_norm) if len(by_norm) > 1 else set()
+    seeds = _common_seeds(table)
     found_any = any(any(scores.values()) for scores in table.values())
     if not seeds or not found_any:
         return "", "Too few runs are finished to compare norms."
@@ -153,22 +153,35 @@ def advise(
         text = f"{start}, and {second} {means[second]:.1f}, but one seed shows no order"
         return best, f"{text}: give --seeds 3 or more time."
 
-    behind = {}
-    for norm in table:
-        difference = paired_difference(table[best], table[norm])
-        if norm != best and difference:
-            behind[norm] = difference
-    equal = {norm: lead for norm, lead in behind.items() if lead.may_be_none}
-    if not equal:
-        next_one = f"{behind[second]} to the next, {second}"
-        text = f"{start}: {next_one} (95 % interval, {len(seeds)} seeds). Take {best}."
+    leads = {}
+    for norm, scores in table.items():
+        if norm != best:
+            differences = [table[best][seed] - scores[seed] for seed in seeds]
+            leads[norm] = Difference.of(differences)
+    uncertain = {norm: lead for norm, lead in leads.items() if lead.may_be_none}
+    if not uncertain:
+        text = f"{start}: {leads[second]} to the next, {second}"
+        text += f" (95 % interval, {len(seeds)} seeds). Take {best}."
         return best, text
 
-    close = [norm for norm, lead in equal.items() if lead.mean <= _CLOSE]
-    take = min([best, *close], key=times.__getitem__)
-    others = ", ".join(f"{norm} ({lead})" for norm, lead in equal.items())
+    take = _fastest_close(best, uncertain, times)
+    others = ", ".join(f"{norm} ({lead})" for norm, lead in uncertain.items())
     text = (
         f"{start}; with {len(seeds)} seeds its lead over {others} is not certain (95 % intervals). "
         f"Take {take}, the fastest of these within {_CLOSE:g} AP of the highest."
     )
     return take, text
+
+
+def _common_seeds(table: Mapping[str, Scores]) -> set[int]:
+    """Return the seeds that all norms have; none for a single norm."""
+    by_norm = [set(scores) for scores in table.values()]
+    return set.intersection(*by_norm) if len(by_norm) > 1 else set()
+
+
+def _fastest_close(
+    best: str, leads: Mapping[str, Difference], times: Mapping[str, float]
+) -> str:
+    """Return the fastest of the best norm and those that are at most 1 AP behind."""
+    close = [norm for norm, lead in leads.items() if lead.mean <= _CLOSE]
+    return min([best, *close], key=times.__getitem__)

@@ -23,12 +23,12 @@ _RATES = (
 
 
 def verdict_sections(
-    numbers: Mapping[str, Any], plan: Plan, times: Mapping[str, float], results: Results
+    numbers: Mapping[str, Any], plan: Plan, results: Results
 ) -> dict[str, Section]:
     """Return the sections of the page: ``numbers`` are those of ``comparison.json``."""
     sections = comparison_sections(
         [_overview(numbers)],
-        _mean_curves(plan, times, results),
+        _mean_curves(plan, results),
         verdict=numbers["advice"],
         note=_CURVES,
     )
@@ -76,9 +76,7 @@ def _mean_and_spread(scores: list[float]) -> str | None:
     return f"{statistics.mean(scores):.1f}{spread}"
 
 
-def _mean_curves(
-    plan: Plan, times: Mapping[str, float], results: Results
-) -> list[Curve]:
+def _mean_curves(plan: Plan, results: Results) -> list[Curve]:
     """Return AP over iterations, as means over the seeds, of each norm and length."""
     curves = []
     for number, norm in enumerate(plan.norms):
@@ -96,7 +94,8 @@ def _mean_curves(
                     points.append((place, mean))
             is_longer = iterations > plan.iterations
             style = {"color": f"C{number}", "linestyle": "--" if is_longer else "-"}
-            curves.append(Curve(points, "" if is_longer else norm, style, times[norm]))
+            label = "" if is_longer else norm
+            curves.append(Curve(points, label, style, plan.times[norm]))
     return curves
 
 

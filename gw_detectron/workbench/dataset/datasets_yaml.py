@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ...atomic import atomic_write
+from ...atomic import write_text
 from ...config import parse_config
 from ...errors import ConfigError, check_fraction, existing_path, similar_names
 from .layouts import is_layout
@@ -64,8 +64,7 @@ def write_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") ->
                 given["json"] = os.path.relpath(dataset.json, folder)
             tree.setdefault(role, {})[name] = given
 
-    with atomic_write(record) as temporary:
-        temporary.write_text(yaml.safe_dump(tree, sort_keys=False))
+    write_text(record, yaml.safe_dump(tree, sort_keys=False))
 
 
 def read_datasets(path: str) -> CocoDatasets:

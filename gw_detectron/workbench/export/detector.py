@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.data.detection_utils import convert_PIL_to_numpy
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import Boxes, ImageList, Instances
 from torch import Tensor, nn
 from torchvision.ops import box_iou
 
@@ -39,9 +39,9 @@ def export_detector(
     model: nn.Module,
     output: str | os.PathLike[str],
     *,
+    sides: tuple[int, int],
     file_format: str = "pt2",
     image: Tensor | None = None,
-    sides: tuple[int, int] | None = None,
     percentiles: Sequence[float] = (),
     one_image: bool = False,
     paste_masks: bool = False,
@@ -60,11 +60,11 @@ def export_detector(
         model: the detector with its weights; it is copied and not changed.
         output: the folder to create. It may exist if it is empty or holds an earlier export in
             the same format.
+        sides: shorter and longest side to which evaluation resizes images; a shorter side of 0
+            means no resizing. With ``one_image``, the file does it; else ``parity.json`` names them.
         file_format: ``pt2`` (torch.export) or ``onnx``.
         image: pixels of 0 to 255 in the model's channel order, (3, H, W), to compare on; best
             with many objects. Default: a drawn scene.
-        sides: shorter and longest side to which evaluation resizes images. With ``one_image``,
-            the file does it; else ``parity.json`` names them.
         percentiles: ``INPUT.PERCENTILES``, which ``parity.json`` names: the file takes pixels
             that are scaled already.
         one_image: whether the file takes one image in its original size.
@@ -84,14 +84,10 @@ def export_detector(
             "paste_masks (True): images of a batch differ in size. Fix: add one_image "
             "(--one-image)."
         )
-    if one_image and sides is None:
-        raise ExportError(
-            "sides (None): one_image resizes inside the file. Fix: give pixels, e.g. (800, 1333)."
-        )
     detector = detector_program(model, classes)
     program: DetectorProgram | OneImageProgram = detector
     resizing = None
-    if one_image and sides:
+    if one_image:
         resizing = ResizeProgram(detector, sides)
         program = OneImageProgram(detector, sides, paste_masks)
     if image is None:
@@ -106,11 +102,8 @@ def export_detector(
         _logger.info("Writing %s", file)
         written = write_program(program, folder / file)
         report = {**written.description, "norm_layers": norm_counts(model)}
-        if sides is not None:
-            report["resized_in_evaluation"] = {
-                "shorter": sides[0],
-                "longer_at_most": sides[1],
-            }
+        resized = {"shorter": sides[0], "longer_at_most": sides[1]}
+        report["resized_in_evaluation"] = resized
         if percentiles:
             report["scaled_to_8_bits_by_percentiles"] = list(percentiles)
         if one_image:
@@ -228,12 +221,13 @@ def check_detections(file: ExportedFile, cases: Iterable[Case]) -> dict[str, Any
 
 def detect(file: ExportedFile, images: Sequence[Tensor]) -> list[Instances]:
     """Run an exported detector on images, (3, H, W), in one padded batch if it takes one."""
-    given = file.description["input"]
     rows: Iterable[Sequence[Tensor]]
     with torch.no_grad():
-        if given["name"] == "images":
-            batch, sizes = _pad_batch(images, given["smallest_side"])
-            rows = zip(*file.run(batch, sizes), strict=True)
+        if file.description["input"]["name"] == "images":
+            # white padding: the file has to replace it
+            batch = ImageList.from_tensors(list(images), pad_value=255.0)
+            sizes = torch.tensor(batch.image_sizes)
+            rows = zip(*file.run(batch.tensor, sizes), strict=True)
         else:
             rows = [file.run(image) for image in images]
 
@@ -242,19 +236,6 @@ def detect(file: ExportedFile, images: Sequence[Tensor]) -> list[Instances]:
         outputs = dict(zip(file.description["outputs"], row, strict=True))
         instances.append(_to_instances(image.shape[1:], outputs))
     return instances
-
-
-def _pad_batch(images: Sequence[Tensor], smallest_side: int) -> tuple[Tensor, Tensor]:
-    """Pad images to one tensor, (N, 3, H, W); also return their sizes, (N, 2)."""
-    sizes = torch.tensor([image.shape[1:] for image in images])
-    height, width = sizes.amax(0).clamp(min=smallest_side).tolist()
-    # white padding: the file has to replace it
-    channels = images[0].shape[0]
-    batch = torch.full((len(images), channels, height, width), 255.0)
-    for row, image in zip(batch, images, strict=True):
-        rows, columns = image.shape[1:]
-        row[:, :rows, :columns] = image
-    return batch, sizes
 
 
 def _to_instances(size: Sequence[int], outputs: Mapping[str, Tensor]) -> Instances:

@@ -14,6 +14,7 @@ import torchvision  # noqa: F401  # registers operators that exported detectors 
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from ...atomic import write_json
 from ...errors import ConfigError, ExportError
 from ...installation import TOOL, package_versions, require_packages
 from ...weights import Preprocessing
@@ -205,5 +206,5 @@ def write_parity(
             **package_versions(_PACKAGES),
         },
     }
-    path.with_name(PARITY).write_text(json.dumps(report, indent=2) + "\n")
+    write_json(path.with_name(PARITY), report)
     return report

@@ -190,27 +190,9 @@ def _dense_predictions(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield logits, deltas and anchors of each feature map."""
     logits, deltas = head(features)
-    generator = owner.anchor_generator
-    levels = zip(features, generator.strides, generator.cell_anchors, strict=True)
-    anchors = [_place_anchors(generator.offset, *level) for level in levels]
+    boxes = owner.anchor_generator(features)
+    anchors = [level.tensor for level in boxes]
     return zip(logits, deltas, anchors, strict=True)
-
-
-def _place_anchors(offset: float, feature: Tensor, stride: int, cell: Tensor) -> Tensor:
-    """Place the anchors of a cell on a feature map.
-
-    Shape: (N, C, H, W), (A, 4) -> (H * W * A, 4).
-    """
-    height, width = feature.shape[-2:]
-    rows = torch.arange(height, device=cell.device)
-    columns = torch.arange(width, device=cell.device)
-    y = (rows[:, None] + offset) * stride
-    x = (columns + offset) * stride
-
-    y, x = torch.broadcast_tensors(y, x)
-    centers = torch.stack((x, y, x, y), 2)
-    anchors = centers[:, :, None] + cell
-    return anchors.reshape(-1, 4)
 
 
 def _decode(owner: Any, prediction: Tensor, anchors: Tensor, index: Tensor) -> Tensor:

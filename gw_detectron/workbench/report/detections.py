@@ -306,27 +306,30 @@ def _quiet() -> contextlib.redirect_stdout:
 
 
 def _kind(detection: Entry, annotation: Entry | None, objects: Iterable[Entry]) -> str:
-    if annotation is None:
-        return _by_overlap(detection, objects, (DUPLICATE, POOR_BOX, BACKGROUND))
-    same = annotation["category_id"] == detection["category_id"]
-    return CORRECT if same else WRONG_CLASS
+    if annotation is not None:
+        same = annotation["category_id"] == detection["category_id"]
+        return CORRECT if same else WRONG_CLASS
+
+    overlap = _largest_overlap(detection, objects)
+    if overlap >= _IOU:
+        return DUPLICATE
+    return POOR_BOX if overlap >= _BACKGROUND_IOU else BACKGROUND
 
 
 def _reason(annotation: Entry, found: Iterable[Entry]) -> str:
     """Return why no box of an image finds an object."""
     category = annotation["category_id"]
     of_class = [result for result in found if result["category_id"] == category]
-    other = _by_overlap(annotation, found, (OTHER_CLASS, FAR, NO_BOX))
-    return _by_overlap(annotation, of_class, (NEIGHBOR, other, other))
+    if _largest_overlap(annotation, of_class) >= _IOU:
+        return NEIGHBOR
 
-
-def _by_overlap(
-    one: Entry, others: Iterable[Entry], names: tuple[str, str, str]
-) -> str:
-    """Return a name by the largest IoU of a box with others: high, low or none."""
-    overlaps = mask.iou([other["bbox"] for other in others], [one["bbox"]], [0])
-    overlap = np.max(overlaps, initial=0)
-    near, low, none = names
+    overlap = _largest_overlap(annotation, found)
     if overlap >= _IOU:
-        return near
-    return low if overlap >= _BACKGROUND_IOU else none
+        return OTHER_CLASS
+    return FAR if overlap >= _BACKGROUND_IOU else NO_BOX
+
+
+def _largest_overlap(one: Entry, others: Iterable[Entry]) -> float:
+    """Return the largest IoU of a box with others, 0 without any."""
+    overlaps = mask.iou([other["bbox"] for other in others], [one["bbox"]], [0])
+    return np.max(overlaps, initial=0)

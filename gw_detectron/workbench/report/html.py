@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from ...atomic import atomic_folder, atomic_write
+from ...atomic import atomic_folder, write_json, write_text
 from ...errors import printable
 from ...installation import __version__
 from .page_parts import Picture, Section
@@ -95,8 +95,7 @@ def write_page(
         missing=missing,
         version=__version__,
     )
-    with atomic_write(path) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    write_text(path, page)
 
 
 def _data_uri(picture: Picture) -> str:
@@ -126,7 +125,7 @@ def write_folder(
     written = json.loads(json.dumps(numbers), parse_constant=lambda _: None)
     with atomic_folder(output, files) as place:
         write_page(place / page, title, sections, written.get("missing", ()))
-        (place / data).write_text(json.dumps(written, indent=2) + "\n")
+        write_json(place / data, written)
     return written
 
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import multiprocessing
 import os
 import re
 import traceback
@@ -16,7 +17,7 @@ from detectron2.utils import comm
 
 from ...errors import ConfigError, RunError, first_line, is_user_error, message_of
 from ..console import errors_reported, report_error, safe_imports
-from ..signals import Interrupted, end_children
+from ..signals import Interrupted, end_processes
 
 Main = Callable[[argparse.Namespace], object]
 
@@ -63,7 +64,8 @@ def _launch(main: Main, args: argparse.Namespace) -> None:
         )
     except (Interrupted, KeyboardInterrupt):
         # spawned trainings write a checkpoint; loader workers may miss a second SIGTERM
-        end_children(kill=not spawns)
+        patience = None if spawns else 0
+        end_processes(multiprocessing.active_children(), patience)
         raise
 
 

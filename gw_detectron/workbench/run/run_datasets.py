@@ -9,7 +9,7 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from ...atomic import atomic_write
+from ...atomic import write_json
 from ...errors import ConfigError, DataError, summarize_names
 from ...weights.opening import config_beside, local_file
 from ..dataset.coco_content import MALFORMED, read_json
@@ -95,8 +95,7 @@ def record_sources(cfg: CfgNode, folder: str) -> None:
         else:
             digest = labels_digest(file, source.dataset.images)
             sources[name] = [file, digest]
-    with atomic_write(Path(folder, _SOURCES)) as temporary:
-        temporary.write_text(json.dumps(sources, indent=2))
+    write_json(Path(folder, _SOURCES), sources)
 
 
 def _note_changed_labels(record: Path) -> None:

@@ -15,7 +15,7 @@ from detectron2.utils import comm
 from detectron2.utils.collect_env import collect_env_info
 from detectron2.utils.env import seed_all_rng
 
-from ...atomic import atomic_write, remove_unfinished
+from ...atomic import remove_unfinished, write_text
 from ...config import changed_config
 from ...errors import CheckReport, ConfigError
 from ...weights import LazyCheckpoint, open_start_weights
@@ -183,8 +183,7 @@ def _write_record(cfg: CfgNode, folder: str, *, replaces: bool) -> None:
         config.unlink(missing_ok=True)
     record_datasets(cfg, folder, cfg.OUTPUT_DIR)
     record_sources(cfg, folder)
-    with atomic_write(config) as temporary:
-        temporary.write_text(cfg.dump())
+    write_text(config, cfg.dump())
 
 
 def check_same_start(

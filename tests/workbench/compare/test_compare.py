@@ -20,9 +20,10 @@ from gw_detectron.workbench.commands import compare as command
 from gw_detectron.workbench.compare import comparison, processes
 from gw_detectron.workbench.compare.schedule import LEAST_ITERATIONS
 from gw_detectron.workbench.console import errors_reported
+from gw_detectron.workbench.run import DatasetFlags, RunRequest
 
 from ...photos import photo_names, write_photos
-from ...tiny_run import CONFIG, OPTS, environment
+from ...tiny_run import CONFIG, OPTS, environment, key_words
 from .fake_processes import fake_processes
 
 #: some of many boxes fit by chance: AP is above 0 after a few iterations
@@ -174,19 +175,14 @@ def own(data, tmp_path):
     torch.save({}, folder / "weights.pth")
     _write_datasets(folder, val_fraction=0.4)
     opts = {**OPTS, "MODEL.WEIGHTS": f"{folder}/weights.pth"}
-    flags = {
-        "datasets": f"{folder}/datasets.yaml",
-        "num_gpus": 0,
-        "ignore_preflight": True,
-    }
-    what = comparison.Comparison(
+    base = RunRequest(
         str(CONFIG),
-        ["GN", "GW"],
-        tmp_path / "out",
-        flags,
-        [str(word) for pair in opts.items() for word in pair],
-        iterations=4,
+        tuple(key_words(opts)),
+        num_gpus=0,
+        ignore_preflight=True,
+        data=DatasetFlags(datasets=f"{folder}/datasets.yaml"),
     )
+    what = comparison.Comparison(base, ["GN", "GW"], tmp_path / "out", iterations=4)
     return what, folder
 
 
@@ -250,10 +246,10 @@ def test_changed_keys_and_versions_are_named_with_their_values(own, monkeypatch)
     comparison.compare(what)
     versions = {**software_versions(), "torch": "9"}
     monkeypatch.setattr(comparison, "software_versions", lambda: versions)
-    keys = [*what.opts, "SOLVER.MOMENTUM", "0.5"]
+    base = replace(what.base, opts=(*what.base.opts, "SOLVER.MOMENTUM", "0.5"))
 
     with pytest.raises(ConfigError) as refused:
-        comparison.compare(replace(what, opts=keys))
+        comparison.compare(replace(what, base=base))
 
     assert "key SOLVER.MOMENTUM (0.9 -> 0.5)" in str(refused.value)
     assert "version of torch (" in str(refused.value)

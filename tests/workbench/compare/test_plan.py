@@ -35,7 +35,7 @@ def test_halving_finds_the_best_rate_and_scores_each_seed_once():
 
 
 def test_of_equal_rates_the_lowest_is_chosen():
-    plan = Plan(NORMS, (0.04, 0.01, 0.02), 40, {})
+    plan = Plan(NORMS, (0.04, 0.01, 0.02), 40, TIMES)
     first, rate = plan.search("GN", {})
     assert rate is None
 

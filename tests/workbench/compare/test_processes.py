@@ -9,24 +9,25 @@ import time
 
 import pytest
 
+from gw_detectron.atomic import write_json
 from gw_detectron.errors import NonFiniteError, RunError
 from gw_detectron.workbench.compare import jobs, processes
 from gw_detectron.workbench.compare.plan import Job
 from gw_detectron.workbench.run import RunRequest
 from gw_detectron.workbench.run.folder import METRICS
+from gw_detectron.workbench.signals import end_processes
 
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Train a job whose run logs lines, and ends with results or an error."""
+    """Train a job whose run logs lines, and ends well or with an error."""
 
-    def run(ended, *lines):
+    def run(*lines, error=None):
         def main(args):
             text = "".join(json.dumps(line) + "\n" for line in lines)
             (tmp_path / METRICS).write_text(text)
-            if isinstance(ended, Exception):
-                raise ended
-            return ended
+            if error:
+                raise error
 
         monkeypatch.setattr(jobs, "main", main)
         return jobs.train(tmp_path, Job("GN", 0.1, 1, 4), RunRequest())
@@ -63,7 +64,7 @@ def test_runs_get_the_gpu_with_the_fewest_runs_and_errors_name_their_cause(
     with pytest.raises(RunError, match="__main__"):
         processes.result_of(tmp_path, third)
     assert os.read(received, 1) == b"7"
-    processes.stop([first])
+    end_processes([first])
 
 
 def test_checkpoints_stay_until_the_result_is_there(tmp_path, train):
@@ -76,13 +77,13 @@ def test_checkpoints_stay_until_the_result_is_there(tmp_path, train):
     ):
         (tmp_path / name).touch()
 
-    result = train(NonFiniteError("the loss is nan"))
+    result = train(error=NonFiniteError("the loss is nan"))
     assert result["AP"] == 0
     assert result["diverged"] == "the loss is nan"
     assert (tmp_path / "model_final.pth").exists()
     assert (tmp_path / "inference").exists()
 
-    processes.write_json(tmp_path / processes.RESULT, result)
+    write_json(tmp_path / processes.RESULT, result)
     for _ in range(2):
         assert processes.read_result(tmp_path) == result
         left = {path.name for path in tmp_path.iterdir()}
@@ -91,14 +92,15 @@ def test_checkpoints_stay_until_the_result_is_there(tmp_path, train):
 
 def test_a_second_evaluation_after_the_end_is_no_further_point(train):
     result = train(
-        {"bbox": {"AP": 5.0}},
         {"iteration": 1, "bbox/AP": 3.0},
         {"iteration": 3, "bbox/AP": math.nan},
         {"iteration": 4, "bbox/AP": 5.0},
-        {"iteration": 4, "bbox/AP": 5.0},
+        {"iteration": 4, "bbox/AP": 5.0, "bbox/AP-cat": 6.0, "total_loss": 0.1},
     )
 
     assert result["curve"] == [(2, 3.0), (4, 5.0)]
+    assert result["AP"] == 5
+    assert result["scores"] == {"bbox/AP": 5.0, "bbox/AP-cat": 6.0}
 
 
 def test_a_run_that_diverged_has_the_curve_of_the_others_score(train):
@@ -110,7 +112,7 @@ def test_a_run_that_diverged_has_the_curve_of_the_others_score(train):
         "segm/AP@300": 20.0,
         "segm/AP75": 5.0,
     }
-    result = train(NonFiniteError("the loss is nan"), line)
+    result = train(line, error=NonFiniteError("the loss is nan"))
 
     assert result["score"] == "segm/AP@300"
     assert result["AP"] == 0
@@ -118,10 +120,12 @@ def test_a_run_that_diverged_has_the_curve_of_the_others_score(train):
 
 
 def test_ap_of_all_objects_is_the_score_where_there_is_one(train):
-    assert train({"bbox": {"AP": 4.0, "AP@300": 7.0}})["AP"] == 7
+    assert train({"iteration": 4, "bbox/AP": 4.0, "bbox/AP@300": 7.0})["AP"] == 7
 
 
 def test_no_detection_at_all_is_an_ap_of_0(train):
-    result = train({"bbox": {"AP": math.nan, "AP50": math.nan}})
+    result = train({"iteration": 4, "bbox/AP": math.nan, "bbox/AP50": math.nan})
 
-    assert result["scores"] == {"bbox": {"AP": 0.0, "AP50": None}}
+    assert result["AP"] == 0
+    assert result["curve"] == []
+    assert result["scores"] == {"bbox/AP": None, "bbox/AP50": None}

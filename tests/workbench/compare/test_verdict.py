@@ -75,7 +75,7 @@ def test_the_numbers_and_the_page_of_a_comparison(tmp_path):
     diverged = Job("BN", 0.08, 0, 100)
     results[diverged]["diverged"] = "the loss is <b>nan</b>"
 
-    numbers = summarize(plan, TIMES, results)
+    numbers = summarize(plan, results)
     assert numbers["recommended"] == {"norm": "GW", "rate": 0.08}
     assert numbers["norms"]["GW"]["rate_at_the_edge"]
     difference = numbers["differences"]["equal time"]["GW - GN"]
@@ -83,7 +83,7 @@ def test_the_numbers_and_the_page_of_a_comparison(tmp_path):
     assert difference["seeds"] == 3
     json.dumps(numbers, allow_nan=False)
 
-    sections = verdict_sections(numbers, plan, TIMES, results)
+    sections = verdict_sections(numbers, plan, results)
     write_page(tmp_path / "page.html", "Comparison", sections)
     page = (tmp_path / "page.html").read_text()
     assert page.count("data:image/png") == 2

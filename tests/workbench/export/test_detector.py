@@ -31,6 +31,7 @@ NAMES = {
     "retinanet": ["boxes", "scores", "classes", "count"],
 }
 TOLERANCES = {"boxes": 1e-2, "scores": 1e-4, "classes": 0, "masks": 1e-3}
+SIDES = (96, 200)
 SIZES = [[(130, 161)], [(200, 140), (97, 222)], [(129, 129), (160, 160), (140, 288)]]
 # config keys of detectors that are compared without an export
 VARIANTS = {
@@ -135,7 +136,7 @@ class Exported:
         self.kind, self.model, self.folder = kind, build_detector(kind), folder
         with use_backend("reference"):
             self.report = export_detector(
-                self.model, folder, file_format=file_format, sides=(96, 200)
+                self.model, folder, file_format=file_format, sides=SIDES
             )
         self.path = folder / self.report["file"]
         self.call = self.load()
@@ -300,7 +301,7 @@ def shifted_if_large(boxes):
 def test_a_difference_stops_the_export(tmp_path, quick_file, change, message):
     quick_file(change)
     with pytest.raises(ExportError, match=message):
-        export_detector(build_detector("mask"), tmp_path / "out")
+        export_detector(build_detector("mask"), tmp_path / "out", sides=SIDES)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -309,19 +310,19 @@ def test_a_difference_stops_the_export(tmp_path, quick_file, change, message):
     [
         ({"file_format": "tflite"}, r"file_format \('tflite'\)"),
         ({"paste_masks": True}, r"paste_masks \(True\): .*--one-image"),
-        ({"one_image": True}, r"sides \(None\)"),
         ({"classes": {1: "disk"}}, r"classes \(1 given\): the model has 6 classes"),
     ],
 )
 def test_arguments_out_of_range(tmp_path, arguments, message):
     with pytest.raises(ExportError, match=message):
-        export_detector(build_detector("mask"), tmp_path / "out", **arguments)
+        options = {"sides": SIDES, **arguments}
+        export_detector(build_detector("mask"), tmp_path / "out", **options)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"one_image": True, "sides": (0, 999)}],
+    [{"sides": SIDES}, {"one_image": True, "sides": (0, 999)}],
     ids=["batch", "one image, not resized"],
 )
 def test_a_detector_of_gray_images(tmp_path, quick_file, options):
@@ -342,7 +343,7 @@ def test_an_image_without_detections_is_refused(tmp_path, monkeypatch):
     model = build_detector("retinanet")
     model.test_score_thresh = 1.0
     with pytest.raises(ExportError, match=r"^image: the detector finds nothing in it"):
-        export_detector(model, tmp_path / "out")
+        export_detector(model, tmp_path / "out", sides=SIDES)
     assert list(tmp_path.iterdir()) == []
 
 

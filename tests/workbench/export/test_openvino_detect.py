@@ -37,7 +37,8 @@ def test_the_program_finds_what_onnx_runtime_finds(tmp_path):
         ["g++", SOURCE, *flags, f"-Wl,-rpath,{library.parent}", "-o", program],
         check=True,
     )
-    export_detector(build_detector("mask"), tmp_path / "out", file_format="onnx")
+    model = build_detector("mask")
+    export_detector(model, tmp_path / "out", sides=(96, 200), file_format="onnx")
     path, image = tmp_path / "out" / "model.onnx", tmp_path / "image.ppm"
     pixels = np.random.default_rng(0).integers(0, 256, (140, 180, 3), np.uint8)
     Image.fromarray(pixels).save(image)

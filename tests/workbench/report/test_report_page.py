@@ -255,12 +255,6 @@ def test_runs_side_by_side(tmp_path, two_runs):
     assert len(page.images) == 3
 
 
-@pytest.mark.parametrize("flag", ["--images", "--score"])
-def test_options_of_pictures_are_for_one_run(tmp_path, flag):
-    with pytest.raises(ConfigError, match=flag):
-        report(tmp_path / "a", tmp_path / "b", flag, 1)
-
-
 def test_runs_on_dense_images_side_by_side(tmp_path):
     """The AP of all detections has one column, also if models give different numbers of them."""
 

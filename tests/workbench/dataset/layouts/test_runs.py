@@ -1,6 +1,7 @@
 """A data.yaml of YOLO in a training, a resumed run, an evaluation and a comparison."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.compare import comparison
 from gw_detectron.workbench.dataset import registration
+from gw_detectron.workbench.run import DatasetFlags, RunRequest, prepare
 
 from ....photos import CLASSES, photo_names, write_photos
 from ....tiny_run import CONFIG, OPTS, arguments, key_words
@@ -72,18 +74,21 @@ def test_a_run_keeps_its_labels(tmp_path, yolo, one_thread):
     assert f"'{yolo}' has changed since the run, but its labels of then" in said
 
 
-def asked(tmp_path, **changes):
+def asked(tmp_path, search, scored):
     opts = key_words({**OPTS, "MODEL.MASK_ON": False})
-    values = {"norms": ["GN", "GW"], "iterations": 4, "opts": opts, **changes}
-    return comparison.Comparison(str(CONFIG), output=tmp_path / "out", **values)
+    base = RunRequest(str(CONFIG), tuple(opts), num_gpus=0, data=search)
+    output = tmp_path / "out"
+    return comparison.Comparison(
+        base, ["GN", "GW"], output, scored=scored, iterations=4
+    )
 
 
 def test_a_comparison_reads_labels_once(tmp_path, yolo, monkeypatch):
-    flags = {"train_json": str(yolo), "val_json": str(yolo), "num_gpus": 0}
-    test = {"val_json": str(yolo.parent / "test")}
-    what = asked(tmp_path, flags=flags, test=test)
+    search = DatasetFlags(train_json=str(yolo), val_json=str(yolo))
+    scored = replace(search, val_json=str(yolo.parent / "test"))
+    what = asked(tmp_path, search, scored)
     comparison._check(what)
-    cfg = comparison._checked_config(what, print)
+    cfg, digests = comparison._checked_config(what, print)
     what = comparison._read_labels_once(what, cfg)
 
     opened = []
@@ -94,18 +99,19 @@ def test_a_comparison_reads_labels_once(tmp_path, yolo, monkeypatch):
 
     real = registration.read_labels
     monkeypatch.setattr(registration, "read_labels", read_labels)
-    inputs = comparison._inputs(what, cfg, [0.1])
+    for is_scored in (True, False):
+        prepare(what.request(tmp_path / "run", {}, scored=is_scored))
 
     assert opened
     assert all(path.startswith(f"{tmp_path}/out/labels/") for path in opened)
-    scored = inputs["--test-json, "]
-    assert scored["folder of the images"] == str(yolo.parent / "test")
-    assert scored["annotations"] != inputs["dataset 'custom_val', "]["annotations"]
+    tested = digests["--test-json, "]
+    assert tested["folder of the images"] == str(yolo.parent / "test")
+    assert tested["annotations"] != digests["dataset 'custom_val', "]["annotations"]
 
 
 def test_a_comparison_is_not_scored_on_the_val_of_a_data_yaml(tmp_path, yolo):
-    flags = {"train_json": str(yolo), "val_json": str(yolo)}
-    what = asked(tmp_path, flags=flags, test={"val_json": str(yolo)})
+    flags = DatasetFlags(train_json=str(yolo), val_json=str(yolo))
+    what = asked(tmp_path, flags, flags)
 
     with pytest.raises(ConfigError, match="--test-json .* a data.yaml has photos"):
         comparison._check(what)
