@@ -286,7 +286,7 @@ def mix_statistics(model: nn.Module, mixture: float | str, *, where: str) -> int
 
     Args:
         model: a network whose BN layers normalize images.
-        mixture: a norm name, MixGW or MixBN with options, or a number: the share of the image's mean alone.
+        mixture: a norm name, MixGW or MixBN with options, or a number: the ``alpha`` of MixBN.
         where: the place that an error message names.
 
     Returns:
@@ -297,11 +297,11 @@ def mix_statistics(model: nn.Module, mixture: float | str, *, where: str) -> int
     """
     spec = str(mixture)
     with contextlib.suppress(ValueError):
-        spec = f"MixGW:alpha=0,mean={float(spec):g}"
+        spec = f"MixBN:alpha={float(spec):g}"
     label = f"{where} ({mixture!r})"
     if not spec.startswith("Mix"):
         raise NormError(
-            f"{label}: neither a number nor MixGW or MixBN. Fix: give e.g. 0.3."
+            f"{label}: neither a number nor MixGW or MixBN. Fix: give e.g. 0.5."
         )
 
     build_norm(spec, 1, where=where)  # names the place of a wrong value

@@ -15,7 +15,7 @@ from ...weights.loading import OpenDetector
 from ..console import check_folder
 from ..dataset.metadata import class_metadata, classes_of
 from ..export import FORMATS, export_backbone, export_detector, read_image_for
-from .parsers import RunParser, new_parser
+from .parsers import RunParser, add_mix_flag, new_parser
 
 _WEIGHTS = "safetensors"
 _OF_BACKBONES = ("no_fpn",)
@@ -49,6 +49,7 @@ def get_parser() -> argparse.ArgumentParser:
         help=f"default: pt2 (torch.export); {_WEIGHTS}: with --backbone, for MODEL.WEIGHTS",
     )
     add("--backbone", action="store_true", help="export only the backbone")
+    add_mix_flag(parser, "export with")
     group = parser.add_argument_group("detectors")
     add = group.add_argument
     add(
@@ -118,7 +119,7 @@ def _export_backbone(
 ) -> dict[str, Any]:
     cfg, config_file, checkpoint = detector
     needed = "backbone.bottom_up." if args.no_fpn else "backbone."
-    model = load_model(cfg, needed, checkpoint=checkpoint)
+    model = load_model(cfg, needed, checkpoint=checkpoint, mix=args.mix)
     return export_backbone(
         model.backbone,
         args.output,
@@ -138,7 +139,7 @@ def _export_detector(
         image = read_image_for(cfg, args.image, resize=not args.one_image)
     metadata = class_metadata(cfg, trained_classes(checkpoint))
     return export_detector(
-        load_model(cfg, checkpoint=checkpoint),
+        load_model(cfg, checkpoint=checkpoint, mix=args.mix),
         args.output,
         file_format=args.format,
         image=image,

@@ -75,6 +75,6 @@ def add_mix_flag(parser: argparse.ArgumentParser, effect: str) -> None:
         "--mix",
         default="",
         metavar="M",
-        help=f"{effect} a share of each image's statistics in the BN layers of the backbone, for photos that look "
-        "different from the training photos: the share of the mean, e.g. 0.3, or a norm name such as MixBN:alpha=0.3",
+        help=f"{effect} a share of each image's means and variances in the BN layers of the backbone, e.g. 0.5, for "
+        "photos that look different from the training photos; or a norm name such as MixGW:alpha=0,mean=0.3",
     )

@@ -109,6 +109,18 @@ def test_a_backbone(trained, tmp_path, capsys, quick_file):
         export(*words, "--no-fpn")
 
 
+def test_mixed_statistics_are_exported(trained, tmp_path, quick_file):
+    quick_file()
+    output = tmp_path / "out"
+    flags = ("--config-file", CONFIG, "--output", output, "--backbone")
+
+    export(trained[1], *flags, "--mix", "0.5")
+
+    report = json.loads((output / "parity.json").read_text())
+    mixed = [norm for norm in report["norm_layers"] if norm.startswith("MixBN:")]
+    assert mixed == ["MixBN:alpha=0.5,mean=0.5,eps=1e-05"]
+
+
 @pytest.mark.parametrize("parts", [[], ["--no-fpn"]])
 def test_the_weights_of_a_backbone_are_loaded_into_another_detector(
     cfg, trained, tmp_path, parts
