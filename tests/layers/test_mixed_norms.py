@@ -207,13 +207,13 @@ def test_eps_of_bn_is_kept_whatever_names_the_norm():
         assert model[0].eps == 1e-3
 
 
-def test_a_number_mixes_the_mean_into_every_bn_layer():
+def test_a_number_mixes_mean_and_variance_into_every_bn_layer():
     model = trained(torchvision.models.resnet18())
     bn = sum(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
 
     assert mix_statistics(model, "0.3", where="--mix") == bn
 
-    assert norm_spec(model.bn1) == "MixGW:alpha=0,mean=0.3,groups=64,iters=6,eps=1e-05"
+    assert norm_spec(model.bn1) == "MixBN:alpha=0.3,mean=0.3,eps=1e-05"
 
 
 @pytest.mark.parametrize("mixture", ["GW", "1.5", "", "nan", "MixGW:alpha=2", "MixXY"])

@@ -142,7 +142,7 @@ def test_checkpoints_record_it():
     saved = Checkpoint(
         "", "", model.state_dict(), {}, NetworkRecord(norm_record(model))
     )
-    without_record = replace(saved, record=NetworkRecord())
+    without_record = replace(saved, network=NetworkRecord())
     assert not norm_differences(saved, detector("FPN"))
     assert not norm_differences(without_record, detector("FPN"))
 

@@ -62,6 +62,14 @@ def check_datasets(
     All must have the same classes. ``trained`` has the classes that the checkpoint of a resumed run or an evaluation
     records.
     """
+    for key in ("TRAIN", "TEST"):
+        name = cfg.DATASETS[key]
+        if isinstance(name, str):  # set in Python, without the comma
+            report.errors.append(
+                f"DATASETS.{key} ({name!r}): a text instead of a tuple. Fix: write ({name!r},)."
+            )
+            return {}
+
     key = "TEST" if eval_only else "TRAIN"
     if not cfg.DATASETS[key]:
         report.errors.append(
