@@ -59,13 +59,13 @@ class BatchRenorm2d(nn.BatchNorm2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_integer("num_features", num_features, 1, 64)
-        check_number("momentum", momentum, 0, 1, 0.01)
-        check_number("rmax", rmax, 1, float("inf"), 3)
-        check_number("dmax", dmax, 0, float("inf"), 5)
-        check_integer("warmup", warmup, 0, 5000)
-        check_integer("rmax_at", rmax_at, warmup + 1, warmup + 35000)
-        check_integer("dmax_at", dmax_at, warmup + 1, warmup + 20000)
+        check_integer("num_features", num_features, least=1, example=64)
+        check_number("momentum", momentum, least=0, most=1, example=0.01)
+        check_number("rmax", rmax, least=1, example=3)
+        check_number("dmax", dmax, least=0, example=5)
+        check_integer("warmup", warmup, least=0, example=5000)
+        check_integer("rmax_at", rmax_at, least=warmup + 1, example=warmup + 35000)
+        check_integer("dmax_at", dmax_at, least=warmup + 1, example=warmup + 20000)
 
         super().__init__(num_features, momentum=momentum, device=device, dtype=dtype)
         self.rmax = rmax

@@ -96,7 +96,7 @@ class BatchWhitening2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_number("momentum", momentum, 0, 1, 0.1)
+        check_number("momentum", momentum, least=0, most=1, example=0.1)
         _check_choice("running", running, RUNNING)
         _check_choice("rotation", rotation, ROTATIONS)
 

@@ -29,12 +29,12 @@ class MixedNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_integer("num_channels", num_channels, 1, 64)
-        check_number("alpha", alpha, 0, 1, 0.5)
-        check_number("eps", eps, 0, float("inf"), 1e-5)
+        check_integer("num_channels", num_channels, least=1, example=64)
+        check_number("alpha", alpha, least=0, most=1, example=0.5)
+        check_number("eps", eps, least=0, example=1e-5)
         if mean is None:
             mean = alpha
-        check_number("mean", mean, 0, 1, 0.5)
+        check_number("mean", mean, least=0, most=1, example=0.5)
 
         self.num_channels = num_channels
         self.alpha = alpha
@@ -184,7 +184,7 @@ class MixedWhitening2d(MixedNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_channels, alpha, mean, eps, device=device, dtype=dtype)
-        check_integer("num_iters", num_iters, 0, 6, most=1000)
+        check_integer("num_iters", num_iters, least=0, example=6, most=1000)
         self.num_groups = effective_groups(num_channels, num_groups)
         self.num_iters = num_iters
 

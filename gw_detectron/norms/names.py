@@ -94,8 +94,8 @@ else:
 def _group_norm(
     num_channels: int, num_groups: int = 32, eps: float = 1e-5, **tensor_options: Any
 ) -> nn.GroupNorm:
-    check_integer("num_groups", num_groups, 1, 32)
-    check_number("eps", eps, 0, float("inf"), 1e-5)
+    check_integer("num_groups", num_groups, least=1, example=32)
+    check_number("eps", eps, least=0, example=1e-5)
     return nn.GroupNorm(num_groups, num_channels, eps, **tensor_options)
 
 

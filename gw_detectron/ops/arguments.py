@@ -45,7 +45,7 @@ def _check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
 
 
 def check_integer(
-    name: str, value: Any, least: int, example: int, most: int = 2**31 - 1
+    name: str, value: Any, *, least: int, example: int, most: int = 2**31 - 1
 ) -> None:
     """Raise TypeError unless ``value`` is an integer (no bool), ValueError unless within bounds."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -60,7 +60,7 @@ def check_integer(
 
 
 def check_number(
-    name: str, value: Any, least: float, most: float, example: float
+    name: str, value: Any, *, least: float, example: float, most: float = inf
 ) -> None:
     """Raise TypeError unless ``value`` is a number, ValueError unless within bounds."""
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -67,8 +67,8 @@ def effective_width(num_channels: int, channels_per_group: int) -> int:
 
     Raise ValueError unless both are positive.
     """
-    check_integer("channels_per_group", channels_per_group, 1, 64)
-    check_integer("num_channels", num_channels, 1, 64)
+    check_integer("channels_per_group", channels_per_group, least=1, example=64)
+    check_integer("num_channels", num_channels, least=1, example=64)
     return min(channels_per_group, num_channels)
 
 

@@ -104,11 +104,13 @@ def _differences_by_names(tensors: Mapping[str, Tensor], model: nn.Module) -> li
         for name in tensors
         if name.endswith(_MEAN)
     }
-    # Caffe2's names end in bn_s and gn_s
-    kinds = {
-        name[-4:-2].upper() for name in tensors if name.endswith(("_bn_s", "_gn_s"))
-    }
-    in_resnet = min(kinds, default="")
+    # Caffe2's names; those of GN may be of FPN and heads
+    endings = {name[-5:] for name in tensors}
+    in_resnet = ""
+    if "_bn_s" in endings:
+        in_resnet = "BN"
+    elif "_gn_s" in endings:
+        in_resnet = "GN"
 
     own = model.state_dict()
     differences = []

@@ -251,7 +251,8 @@ def positions_of(network: Architecture, norms: Mapping[str, str]) -> Positions:
 
     possible = [
         positions
-        for positions in POSITIONS[1:-1]
+        for positions in POSITIONS
+        if positions not in ("", "ALL")
         if network.bottleneck or positions != "S1-B3"
     ]
     for positions in possible:

@@ -19,8 +19,8 @@ def effective_groups(num_channels: int, num_groups: int) -> int:
     Source: Group Whitening, section 5.1.1 ("we use the channel number if it is less than the group
         number").
     """
-    check_integer("num_channels", num_channels, 1, 64)
-    check_integer("num_groups", num_groups, 1, 64)
+    check_integer("num_channels", num_channels, least=1, example=64)
+    check_integer("num_groups", num_groups, least=1, example=64)
     groups = min(num_groups, num_channels)
     if num_channels % groups:
         divisors = range(1, num_channels + 1)

@@ -69,9 +69,9 @@ class Solver:
                 f"solver ({self.name!r}): unknown solver. Fix: choose one of {sorted(SOLVERS)}."
             )
 
-        check_integer("num_iters", self.num_iters, 0, 5, most=1000)
-        check_number("eps", self.eps, 0, float("inf"), 1e-5)
-        check_number("threshold", self.threshold, 0, 1, _THRESHOLD)
+        check_integer("num_iters", self.num_iters, least=0, example=5, most=1000)
+        check_number("eps", self.eps, least=0, example=1e-5)
+        check_number("threshold", self.threshold, least=0, most=1, example=_THRESHOLD)
 
     def __call__(self, covariance: Tensor) -> Tensor:
         """Return the whitening matrices of covariance matrices without eps, both (..., g, g).

@@ -51,8 +51,9 @@ def norm_keys(norm: str) -> dict[str, str]:
     text = norm.removesuffix("+WS")
     names, at, positions = text.partition("@")
     base, plus, whitening = names.partition("+")
-    parts = {bool(at), bool(plus), bool(whitening), bool(positions)}
-    if len(parts) > 1 or not base:
+    is_single = not (plus or at)
+    is_pair = bool(whitening and positions)
+    if not (base and (is_single or is_pair)):
         raise ConfigError(
             f"{where}: not a norm. Fix: write e.g. GW, GN+WS, or BN+GW@S1-B1 for BN with GW at "
             "S1-B1."
@@ -104,9 +105,12 @@ class Costs(NamedTuple):
 
     def seconds(self, job: Job, evaluations: int) -> float:
         """Estimate a run; ``evaluations`` is the number in a scored run."""
-        evaluating = job.evaluations(evaluations) * self.evaluation
         training = job.iterations * self.times[job.norm]
-        return self.start + evaluating + training
+        return self.besides_training(job, evaluations) + training
+
+    def besides_training(self, job: Job, evaluations: int) -> float:
+        """Estimate start and evaluations of a run."""
+        return self.start + job.evaluations(evaluations) * self.evaluation
 
 
 def check_plan(norms: Sequence[str], rates: Sequence[float], iterations: int) -> None:

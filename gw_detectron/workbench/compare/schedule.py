@@ -14,7 +14,7 @@ SEEDS = 3
 _MOST_SEEDS = 10
 _TOLERANCE = 1.05  # of the time may be used by the last seed
 #: of scored runs: seeds, evaluations; the first pair for which start and evaluations take at most a
-#: third of the time
+#: third of the time, and the iterations are enough
 EXTENTS = ((SEEDS, 4), (SEEDS, 2), (1, 2), (1, 1))
 
 
@@ -38,16 +38,13 @@ def affordable(
     seconds = (PLANNED_SHARE * 60 * minutes - spent) * workers
     for chosen, evaluations in EXTENTS:
         runs = plan.all_jobs(seeds or chosen)
-        # start and evaluations
-        fixed = sum(
-            costs.seconds(job._replace(iterations=0), evaluations) for job in runs
-        )
-        if fixed <= seconds / 3:
+        fixed = sum(costs.besides_training(job, evaluations) for job in runs)
+        training = sum(job.iterations * costs.times[job.norm] for job in runs)
+        per_iteration = training / plan.iterations
+        iterations = int((seconds - fixed) / per_iteration)
+        if fixed <= seconds / 3 and iterations >= LEAST_ITERATIONS:
             break
 
-    training = sum(job.iterations * costs.times[job.norm] for job in runs)
-    per_iteration = training / plan.iterations
-    iterations = int((seconds - fixed) / per_iteration)
     if iterations < LEAST_ITERATIONS:
         needed = fixed + per_iteration * LEAST_ITERATIONS
         least = math.ceil((needed / workers + spent) / (60 * PLANNED_SHARE))

@@ -233,7 +233,7 @@ class BestWeights(BestCheckpointer):
             checkpointer.model, cfg.OUTPUT_DIR, **{RUN_RECORD_KEY: record}
         )
         best.path_manager = checkpointer.path_manager
-        best.last_iteration = cfg.SOLVER.MAX_ITER - 1
+        best.final_iteration = cfg.SOLVER.MAX_ITER - 1
         # a dataset of this name has scores such as validation/bbox/AP
         is_loss = cfg.TEST.BEST.rpartition("/")[0] == "validation"
         super().__init__(
@@ -247,7 +247,7 @@ class BestWeights(BestCheckpointer):
         self._evaluations = evaluations
         self._at_end = at_end
         self._patience = cfg.TEST.PATIENCE
-        self._last_iter = -1  # of the last evaluation
+        self._evaluated_iter = -1  # of the last evaluation
         self._waited = 0  # evaluations since the best one
         self._note_state()
 
@@ -265,7 +265,7 @@ class BestWeights(BestCheckpointer):
             "model_final.pth"
         )
         was_due = finished or start % self._period == 0
-        if was_due and self._last_iter + 1 < start < trainer.max_iter:
+        if was_due and self._evaluated_iter + 1 < start < trainer.max_iter:
             for hook in self._evaluations:
                 hook._do_eval()
             self._best_checking()
@@ -275,12 +275,12 @@ class BestWeights(BestCheckpointer):
 
     def _best_checking(self) -> None:
         best_before = self.best_iter
-        self._last_iter = self.trainer.storage.iter
+        self._evaluated_iter = self.trainer.storage.iter
         # the main process has scores; an evaluation without this score leaves an earlier one
         score, scored_iter = self.trainer.storage.latest().get(
-            self._val_metric, (math.nan, self._last_iter)
+            self._val_metric, (math.nan, self._evaluated_iter)
         )
-        if comm.is_main_process() and scored_iter == self._last_iter:
+        if comm.is_main_process() and scored_iter == self._evaluated_iter:
             super()._best_checking()  # which warns where there is no such score
 
         if self.best_iter != best_before:
@@ -294,7 +294,12 @@ class BestWeights(BestCheckpointer):
         self._check_patience(save=True)
 
     def _note_state(self) -> None:
-        self._state = (self.best_metric, self.best_iter, self._last_iter, self._waited)
+        self._state = (
+            self.best_metric,
+            self.best_iter,
+            self._evaluated_iter,
+            self._waited,
+        )
 
     def _keep_predictions(self) -> None:
         predictions = self._best_predictions.with_name(PREDICTIONS)
@@ -315,7 +320,7 @@ class BestWeights(BestCheckpointer):
                 hook._do_eval()
         raise TrainingEnded(
             f"TEST.PATIENCE ({self._patience}): no better {self._val_metric} in {self._waited} "
-            f"evaluations. The run ends after iteration {self._last_iter}."
+            f"evaluations. The run ends after iteration {self._evaluated_iter}."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -331,9 +336,9 @@ class BestWeights(BestCheckpointer):
             if comm.is_main_process():  # a report would judge them by other images
                 self._best_predictions.unlink(missing_ok=True)
         elif self._val_metric in state:
-            self.best_metric, self.best_iter, self._last_iter, self._waited = state[
-                self._val_metric
-            ]
+            self.best_metric, self.best_iter, self._evaluated_iter, self._waited = (
+                state[self._val_metric]
+            )
             self._note_state()
 
 
@@ -347,12 +352,12 @@ def _digest(dataset: str) -> str:
 
 
 class _BestCheckpointer(GWDetectionCheckpointer):
-    last_iteration: int
+    final_iteration: int
 
     def save(self, name: str, **kwargs: Any) -> None:
         """Save the best weights; a kill must not leave the predictions of earlier ones beside them."""
         # Detectron2 counts one more in the evaluation after the last step
-        kwargs["iteration"] = min(kwargs["iteration"], self.last_iteration)
+        kwargs["iteration"] = min(kwargs["iteration"], self.final_iteration)
         predictions = Path(self.save_dir, "inference", BEST_PREDICTIONS)
         predictions.unlink(missing_ok=True)
         super().save(name, **kwargs)

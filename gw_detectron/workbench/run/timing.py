@@ -111,10 +111,13 @@ def budget_of(minutes: float, step: float, evaluation: float) -> Budget:
     """
     seconds = PLANNED_SHARE * 60 * minutes
     evaluations = _MOST_EVALUATIONS
-    while evaluations > 1 and evaluations * evaluation > seconds / 3:
-        evaluations -= 1
-
     iterations = int((seconds - evaluations * evaluation) / step)
+    while evaluations > 1 and (
+        evaluations * evaluation > seconds / 3 or iterations < LEAST_ITERATIONS
+    ):
+        evaluations -= 1
+        iterations = int((seconds - evaluations * evaluation) / step)
+
     if iterations < LEAST_ITERATIONS:
         least = (evaluation + LEAST_ITERATIONS * step) / (60 * PLANNED_SHARE)
         raise ConfigError(

@@ -1,5 +1,7 @@
 """A run within a number of minutes: the length that measured seconds allow, and what stays of the timing."""
 
+import re
+
 import pytest
 
 from gw_detectron.config import read_config
@@ -34,6 +36,17 @@ def test_iterations_and_evaluations_fill_the_time(
 def test_too_little_time_is_refused():
     with pytest.raises(ConfigError, match=r"--minutes \(1\).*give 2.5 or more"):
         budget_of(1, 4, 60)
+
+
+@pytest.mark.parametrize(("step", "evaluation"), [(11, 20), (4, 60), (1, 1), (30, 2)])
+def test_the_minutes_that_are_named_are_enough(step, evaluation):
+    with pytest.raises(ConfigError) as refused:
+        budget_of(0.1, step, evaluation)
+    named = re.search(r"give ([\d.]+) or more", str(refused.value))
+
+    budget = budget_of(float(named[1]), step, evaluation)
+
+    assert budget.iterations >= 20
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
