@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
-from ..ops.arguments import check_number, check_tensors
+from ..ops.arguments import check_flag, check_number, check_tensors
 from ..ops.batch_whitening import (
     BatchStatistics,
     batch_statistics,
@@ -97,6 +97,8 @@ class BatchWhitening2d(nn.Module):
     ) -> None:
         super().__init__()
         check_number("momentum", momentum, least=0, most=1, example=0.1)
+        check_flag("sync", sync)
+        check_flag("affine", affine)
         _check_choice("running", running, RUNNING)
         _check_choice("rotation", rotation, ROTATIONS)
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.arguments import check_tensors
+from ..ops.arguments import check_flag, check_tensors
 from ..ops.group_whitening.op import whiten
 from ..ops.group_whitening.reference import effective_groups
 from ..ops.solvers import Solver
@@ -74,6 +74,7 @@ class GroupWhitening2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_flag("affine", affine)
         self.num_channels = num_channels
         self.num_groups = effective_groups(num_channels, num_groups)
         self.solver = Solver(solver, num_iters, eps, threshold, corr)

@@ -77,3 +77,11 @@ def check_number(
 
 def _message(name: str, value: Any, expected: str, example: float) -> str:
     return f"{name} ({value!r}): expected {expected}. Fix: try {name}={example}."
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{name} ({value!r}): expected a bool. Fix: pass True or False."
+        )

@@ -222,6 +222,7 @@ def test_compiled_module_trains(solver):
         ({"num_channels": 0}, r"num_channels \(0\)"),
         ({"channels_per_group": -1}, r"channels_per_group \(-1\)"),
         ({"momentum": 1.5}, r"momentum \(1.5\): .* from 0 to 1"),
+        ({"sync": "yes"}, r"sync \('yes'\)"),
         (
             {"running": "variance"},
             r"running \('variance'\): .* \['matrix', 'covariance'\]",

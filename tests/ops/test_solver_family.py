@@ -105,6 +105,7 @@ def test_large_and_small_variances_keep_their_gradient_in_float32():
         ({"eps": float("nan")}, r"eps \(nan\)"),
         ({"eps": "1e-5"}, r"eps \('1e-5'\): .* str"),
         ({"name": "zca_max", "threshold": 1.5}, r"threshold \(1.5\): .* from 0 to 1"),
+        ({"name": "zca", "threshold": 0.1}, r"threshold \(0.1\): .*'zca'.*'zca_max'"),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_integer, check_number
+from ..arguments import check_flag, check_integer, check_number
 from ..matrices import (
     diagonal_values,
     identity_like,
@@ -51,7 +51,7 @@ class Solver:
         threshold: c of ``zca_max``.
         corr: whiten the correlation matrix.
 
-    Raises ValueError or TypeError for a wrong option. Those of other solvers are not read.
+    Raises ValueError or TypeError for an option that is wrong or belongs to another solver.
 
     Source: Group Whitening, Eqs. 5-7; On Batch Orthogonalization Layers, Table I, sections IV to
         VI-A, Eq. 12.
@@ -72,6 +72,14 @@ class Solver:
         check_integer("num_iters", self.num_iters, least=0, example=5, most=1000)
         check_number("eps", self.eps, least=0, example=1e-5)
         check_number("threshold", self.threshold, least=0, most=1, example=_THRESHOLD)
+        check_flag("corr", self.corr)
+
+        reader = OPTION_SOLVER["threshold"]
+        if self.threshold != _THRESHOLD and self.name != reader:
+            raise ValueError(
+                f"threshold ({self.threshold}): the solver {self.name!r} does not read it. "
+                f"Fix: leave it out, or pass solver={reader!r}."
+            )
 
     def __call__(self, covariance: Tensor) -> Tensor:
         """Return the whitening matrices of covariance matrices without eps, both (..., g, g).
