@@ -4,6 +4,7 @@ A record of norms is one dict, ``{layer name: norm name}``, in checkpoints and c
 alike.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,9 +77,9 @@ def preprocessing_errors(
         ("PIXEL_MEAN", expected.pixel_mean),
         ("PIXEL_STD", expected.pixel_std),
     ):
-        # another number of values is a fault of its own
+        # another number of values is a fault of its own; 57.38 and 57.375 are one value, 0.25 and 0.229 are two
         pairs = zip(cfg.MODEL[key], wanted, strict=False)
-        if any(abs(given - value) >= 0.05 for given, value in pairs):
+        if not all(math.isclose(*pair, rel_tol=1e-3) for pair in pairs):
             changes.append(f'MODEL.{key} "{list(wanted)}"')
     # the blocks of shallower ones have no 1x1 convolutions
     is_bottleneck = cfg.MODEL.RESNETS.DEPTH >= 50
