@@ -1,13 +1,15 @@
 """What studies with one row for each run share: a results file that a second call continues, and a training."""
 
 import csv
+import math
+import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gw_detectron.config import changed_config
-from gw_detectron.workbench.compare.plan import schedule_keys
+from gw_detectron.workbench.compare.plan import SEARCH_SEED, schedule_keys
 from gw_detectron.workbench.run import RunRequest, Trainer, prepare
 
 
@@ -44,6 +46,41 @@ class ResultsFile:
             writer.writerow(texts)
         key = tuple(texts[: len(self.keys)])
         self.rows[key] = dict(zip(self.fields, texts, strict=True))
+
+    def score(self, key: tuple[Any, ...], compute: Callable[[], float]) -> float:
+        """Return the score of a row; unless the file has it, compute and write it, and the seconds it took.
+
+        A score that is not finite, as the AP of a detector without detections, counts as 0.
+        """
+        if key not in self:
+            begin = time.time()
+            value = compute()
+            value = value if math.isfinite(value) else 0.0
+            self.append(*key, round(value, 2), round(time.time() - begin))
+        score, _ = self.fields[len(self.keys) :]
+        return float(self.rows[tuple(map(str, key))][score])
+
+
+def score_arm(
+    file: ResultsFile,
+    arm: tuple[Any, ...],
+    run: Callable[[float, int], float],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+) -> None:
+    """Score an arm: each learning rate with the search's seed, then the best rate with other seeds.
+
+    Args:
+        file: its keys are those of ``arm``, a rate and a seed.
+        run: function of a rate and a seed that returns the score.
+    """
+
+    def score(rate: float, seed: int) -> float:
+        return file.score((*arm, rate, seed), lambda: run(rate, seed))
+
+    best = max(rates, key=lambda rate: score(rate, SEARCH_SEED))
+    for seed in seeds:
+        score(best, seed)
 
 
 def train(

@@ -7,9 +7,9 @@ R18 is the beginning of the names of the three files of convert.py. Runs with se
 on CHOOSE; the others are scored on TEST. Rows that the file has already are not trained again.
 """
 
+import functools
 import math
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from gw_detectron.layers.mixed_norms import MixedNorm
 from gw_detectron.workbench.compare.plan import SEARCH_SEED, norm_keys
 from gw_detectron.workbench.run import Trainer
 
-from ..study import ResultsFile, train
+from ..study import ResultsFile, score_arm, train
 
 KEYS = ("data", "arm", "rate", "seed")
 VALUES = ("AP", "seconds")
@@ -88,31 +88,21 @@ def main(
     name = Path(config).stem
     file = ResultsFile(results, KEYS, VALUES)
 
-    def score(arm: str, rate: float, seed: int) -> float:
-        key = (name, arm, rate, seed)
-        if key not in file:
-            begin = time.time()
-            keys = {
-                **keys_of(ARMS[arm], weights),
-                "SOLVER.BASE_LR": rate,
-                "SEED": seed,
-                "OUTPUT_DIR": str(
-                    Path(output, f"{name}_{list(ARMS).index(arm)}_{rate}_{seed}")
-                ),
-            }
-            val_json = choose_json if seed == SEARCH_SEED else test_json
-            trainer = RampTrainer if ARMS[arm].ramps else Trainer
-            ap = train(
-                config, (train_json, val_json, images), ITERATIONS, keys, trainer
-            )
-            ap = ap if math.isfinite(ap) else 0.0  # no detection
-            file.append(*key, round(ap, 2), round(time.time() - begin))
-        return float(file.rows[tuple(map(str, key))]["AP"])
+    def run(arm: str, rate: float, seed: int) -> float:
+        folder = Path(output, f"{name}_{list(ARMS).index(arm)}_{rate}_{seed}")
+        keys = {
+            **keys_of(ARMS[arm], weights),
+            "SOLVER.BASE_LR": rate,
+            "SEED": seed,
+            "OUTPUT_DIR": str(folder),
+        }
+        val_json = choose_json if seed == SEARCH_SEED else test_json
+        data = (train_json, val_json, images)
+        trainer = RampTrainer if ARMS[arm].ramps else Trainer
+        return train(config, data, ITERATIONS, keys, trainer)
 
     for arm in arms or ARMS:
-        chosen = max(RATES, key=lambda rate: score(arm, rate, SEARCH_SEED))
-        for seed in SEEDS:
-            score(arm, chosen, seed)
+        score_arm(file, (name, arm), functools.partial(run, arm), RATES, SEEDS)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ python -m experiments.bn_weights.real_change NUCLEI RESULTS.csv OUTPUT SEEDS
 NUCLEI is the folder of prepare.py. Rows that the file has already are not computed again.
 """
 
+import functools
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def main(folder: str, results: str, output: str, seeds: str) -> None:
         json_file = str(target / f"{name}_test.json")
         register_coco_instances(name, {}, json_file, str(data / "images"))
 
-    file = ResultsFile(results, ("trained", "seed", "tested", "arm"), ("AP",))
+    file = ResultsFile(results, ("trained", "seed", "tested", "arm"), ("AP", "seconds"))
     for seed in map(int, seeds.split(",")):
         for trained in TYPES:
             cfg = detector(data, target, trained, seed)
@@ -81,11 +81,8 @@ def main(folder: str, results: str, output: str, seeds: str) -> None:
                 inputs = list(build_detection_test_loader(cfg, tested, num_workers=0))
                 evaluator = COCOEvaluator(tested, ("segm",), False, use_fast_impl=False)
                 for arm, model in models.items():
-                    if (trained, seed, tested, arm) not in file:
-                        ap = score(model, inputs, evaluator, "segm")
-                        # no detection: 0
-                        value = round(ap, 2) if math.isfinite(ap) else 0.0
-                        file.append(trained, seed, tested, arm, value)
+                    run = functools.partial(score, model, inputs, evaluator, "segm")
+                    file.score((trained, seed, tested, arm), run)
 
 
 if __name__ == "__main__":

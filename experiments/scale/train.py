@@ -5,8 +5,8 @@ python -m experiments.scale.train CONFIG.yaml TRAIN.json TEST.json IMAGES RESULT
 Rows that the file has already are not trained again.
 """
 
+import functools
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,16 +153,15 @@ def main(
     *arms: str,
 ) -> None:
     name = Path(config).stem
+    data = (train_json, test_json, images)
     file = ResultsFile(results, KEYS, VALUES)
     for seed in seeds.split(","):
         for arm in arms or ARMS:
-            if (name, arm, seed) in file:
-                continue
             folder = Path(output, f"{name}_{list(ARMS).index(arm)}_{seed}")
-            begin = time.time()
-            data = (train_json, test_json, images)
-            ap = train_arm(config, data, ARMS[arm], int(seed), folder)
-            file.append(name, arm, seed, round(ap, 2), round(time.time() - begin))
+            run = functools.partial(
+                train_arm, config, data, ARMS[arm], int(seed), folder
+            )
+            file.score((name, arm, seed), run)
 
 
 if __name__ == "__main__":

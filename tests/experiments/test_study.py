@@ -6,7 +6,7 @@ import torch
 from torchvision.models import resnet18
 
 from experiments.bn_weights.convert import converted
-from experiments.study import ResultsFile
+from experiments.study import ResultsFile, score_arm
 from gw_detectron import GroupWhitening2d
 
 
@@ -23,6 +23,38 @@ def test_results_file_continues(tmp_path: Path) -> None:
     rows = ResultsFile(path, ("arm", "seed"), ("AP",)).rows
     assert rows["GW:iters=2, small", "1"]["AP"] == "48.25"
     assert rows["GN", "2"]["AP"] == "45.5"
+
+
+def test_score_is_computed_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "results.csv")
+    file = ResultsFile(path, ("arm",), ("AP", "seconds"))
+
+    assert file.score(("GN",), lambda: 48.251) == 48.25
+    assert file.score(("GN",), lambda: 12.0) == 48.25
+    # of a detector that finds nothing
+    assert file.score(("BN",), lambda: float("nan")) == 0
+
+    again = ResultsFile(path, ("arm",), ("AP", "seconds"))
+    assert again.score(("GN",), lambda: 12.0) == 48.25
+
+
+def test_arm_is_scored_with_its_best_rate(tmp_path: Path) -> None:
+    keys = ("norm", "rate", "seed")
+    file = ResultsFile(str(tmp_path / "results.csv"), keys, ("AP", "seconds"))
+
+    def run(rate: float, seed: int) -> float:
+        return {0.01: 20.0, 0.02: 30.0, 0.04: 25.0}[rate] + seed
+
+    score_arm(file, ("GW",), run, rates=(0.01, 0.02, 0.04), seeds=(1, 2))
+
+    scores = {key[1:]: row["AP"] for key, row in file.rows.items()}
+    assert scores == {
+        ("0.01", "0"): "20.0",
+        ("0.02", "0"): "30.0",
+        ("0.04", "0"): "25.0",
+        ("0.02", "1"): "31.0",
+        ("0.02", "2"): "32.0",
+    }
 
 
 def test_converted_network_has_unit_variance_after_whitening(tmp_path: Path) -> None:
