@@ -19,6 +19,7 @@ from ...atomic import write_json
 from ...errors import RunError
 from ..console import errors_reported
 from ..run.folder import RESULT
+from ..signals import end_processes
 
 LOG = "process.txt"
 #: seconds for the checkpoint of a run that is stopped
@@ -61,6 +62,14 @@ class Processes:
         )
         process.start()
         return process
+
+    def run(self, work: Callable[..., Any], folder: Path, *args: Any) -> dict[str, Any]:
+        """Return the result of ``work(folder, *args)`` in a process of its own."""
+        process = self.start(work, folder, *args)
+        try:
+            return result_of(folder, process)
+        finally:
+            end_processes([process], PATIENCE)
 
 
 def _visible_gpus(count: int) -> list[str]:

@@ -17,7 +17,7 @@ import yaml
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, RunError
 from gw_detectron.weights.recording import software_versions
 from gw_detectron.workbench.commands import compare as command
-from gw_detectron.workbench.compare import comparison, processes
+from gw_detectron.workbench.compare import Comparison, processes, running, settings
 from gw_detectron.workbench.compare.schedule import LEAST_ITERATIONS
 from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.run import DatasetFlags, RunRequest
@@ -163,7 +163,7 @@ def test_jobs_run_side_by_side_and_the_time_decides_about_seeds(
     fake_processes(monkeypatch, TIMES, train)
     compare(data, tmp_path, "--iterations 0 --seeds 0 --minutes 30 --jobs 2 --auto")
 
-    assert "ColorJitter" in (tmp_path / comparison.SETTINGS).read_text()
+    assert "ColorJitter" in (tmp_path / settings.SETTINGS).read_text()
     assert {line["seed"] for line in result_lines(tmp_path)} == set(range(seeds + 1))
 
 
@@ -182,7 +182,7 @@ def own(data, tmp_path):
         ignore_preflight=True,
         data=DatasetFlags(datasets=f"{folder}/datasets.yaml"),
     )
-    what = comparison.Comparison(base, ["GN", "GW"], tmp_path / "out", iterations=4)
+    what = Comparison(base, ["GN", "GW"], tmp_path / "out", iterations=4)
     return what, folder
 
 
@@ -231,25 +231,25 @@ def _append_to_weights(folder):
 def test_a_comparison_of_changed_data_is_not_continued(own, monkeypatch, change, named):
     what, folder = own
     fake_processes(monkeypatch, TIMES)
-    first = comparison.compare(what)
-    assert comparison.compare(what) == first
+    first = running.compare(what)
+    assert running.compare(what) == first
 
     change(folder)
 
     with pytest.raises(ConfigError, match=named):
-        comparison.compare(what)
+        running.compare(what)
 
 
 def test_changed_keys_and_versions_are_named_with_their_values(own, monkeypatch):
     what, _ = own
     fake_processes(monkeypatch, TIMES)
-    comparison.compare(what)
+    running.compare(what)
     versions = {**software_versions(), "torch": "9"}
-    monkeypatch.setattr(comparison, "software_versions", lambda: versions)
+    monkeypatch.setattr(settings, "software_versions", lambda: versions)
     base = replace(what.base, opts=(*what.base.opts, "SOLVER.MOMENTUM", "0.5"))
 
     with pytest.raises(ConfigError) as refused:
-        comparison.compare(replace(what, base=base))
+        running.compare(replace(what, base=base))
 
     assert "key SOLVER.MOMENTUM (0.9 -> 0.5)" in str(refused.value)
     assert "version of torch (" in str(refused.value)

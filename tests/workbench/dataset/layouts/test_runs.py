@@ -87,9 +87,8 @@ def test_a_comparison_reads_labels_once(tmp_path, yolo, monkeypatch):
     search = DatasetFlags(train_json=str(yolo), val_json=str(yolo))
     scored = replace(search, val_json=str(yolo.parent / "test"))
     what = asked(tmp_path, search, scored)
-    comparison._check(what)
-    cfg, digests = comparison._checked_config(what, print)
-    what = comparison._read_labels_once(what, cfg)
+    cfg, digests = comparison.check(what, print)
+    what = comparison.read_labels_once(what, cfg)
 
     opened = []
 
@@ -114,4 +113,4 @@ def test_a_comparison_is_not_scored_on_the_val_of_a_data_yaml(tmp_path, yolo):
     what = asked(tmp_path, flags, flags)
 
     with pytest.raises(ConfigError, match="--test-json .* a data.yaml has photos"):
-        comparison._check(what)
+        comparison.check(what, print)

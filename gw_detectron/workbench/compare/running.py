@@ -1,0 +1,215 @@
+"""Compare norms: the runs, some side by side, what an interruption has left, and the results."""
+
+import contextlib
+import json
+import time
+from dataclasses import replace
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
+
+from ...atomic import remove_unfinished, write_json, write_text
+from ...config import changed_config
+from ...errors import RunError, summarize_names
+from ..console import safe_imports
+from ..dataset.registration import record_datasets
+from ..report.html import write_page
+from ..run.folder import RESULT, lock_output
+from ..signals import end_processes
+from .comparison import Comparison, Report, check, read_labels_once
+from .jobs import train
+from .plan import Job, Plan, norm_keys
+from .processes import PATIENCE, Processes, read_result, result_of
+from .schedule import Schedule
+from .settings import read_or_measure
+from .verdict import summarize
+from .verdict_page import verdict_sections
+
+PAGE = "comparison.html"
+NUMBERS = "comparison.json"
+RESULTS = "results.jsonl"
+RECOMMENDED = "recommended.yaml"
+
+
+def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
+    """Compare norms; or continue, and finish the runs that an interruption has left.
+
+    A script that calls it needs ``if __name__ == "__main__":``, as for any use of processes.
+    ``report`` gets lines of progress. What is finished is kept if an error ends the comparison.
+
+    Returns:
+        The content of ``comparison.json``.
+
+    Raises:
+        ConfigError: a comparison is not possible, or the folder has another one.
+        RunError: a run failed, or AP is 0 in all runs.
+    """
+    cfg, datasets = check(what, report)
+    if not what.rates:
+        rate = cfg.SOLVER.BASE_LR
+        what = replace(what, rates=(rate / 2, rate, rate * 2))
+    processes = Processes(cfg.MODEL.DEVICE, what.jobs)
+
+    with safe_imports(), contextlib.closing(lock_output(str(what.folder))):
+        remove_unfinished(what.folder)
+        begin = time.monotonic()
+        what = read_labels_once(what, cfg)
+        settings = read_or_measure(what, cfg, datasets, processes, report)
+        costs = settings.costs
+        plan = Plan(
+            what.norms, what.rates, settings.iterations, costs.times, what.equal_time
+        )
+        schedule = Schedule(
+            plan,
+            costs,
+            settings.evaluations,
+            side_by_side=what.jobs,
+            most_seeds=what.seeds,
+            minutes=what.minutes,
+            begin=begin,
+            results=_finished_runs(what.folder),
+        )
+        report(_described(cfg, plan))
+        runs = _Runs(what, cfg, schedule, report)
+        runs.run_all(processes)
+        numbers = runs.conclude()
+
+    if schedule.failed:
+        raise RunError(
+            f"{summarize_names(sorted(schedule.failed))}: a run failed; the other norms are "
+            "compared. Fix: see the messages above; the same command tries the failed runs again."
+        )
+    return numbers
+
+
+def _finished_runs(folder: Path) -> dict[Job, dict[str, Any]]:
+    """Return the results of earlier calls, once no run of a killed one is left."""
+    for run in folder.glob("runs/*/"):
+        # it ends at its next step
+        with contextlib.closing(lock_output(str(run), wait=True)):
+            pass
+    results = {}
+    for path in folder.glob(f"runs/*/{RESULT}"):
+        result = read_result(path.parent)
+        results[Job(*(result[name] for name in Job._fields))] = result
+    return results
+
+
+def _described(cfg: CfgNode, plan: Plan) -> str:
+    """Say how long the runs are, and how short those of the search for rates."""
+    text = f"Scored runs have {plan.iterations} iterations"
+    if len(plan.rates) == 1:
+        return f"{text}."
+    first = plan.first_search
+    images = sum(len(DatasetCatalog.get(name)) for name in cfg.DATASETS.TRAIN)
+    batch = cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATE
+    return (
+        f"{text}. The search for learning rates begins with {first} iterations, "
+        f"{first * batch / images:.2g} passes over the {images} images: a rate that is best so "
+        "early need not be the best one."
+    )
+
+
+class _Runs:
+    """The runs of a schedule, their results and the folder of both."""
+
+    def __init__(
+        self, what: Comparison, cfg: CfgNode, schedule: Schedule, report: Report
+    ) -> None:
+        self._what = what
+        self._cfg = cfg
+        self._schedule = schedule
+        self._report = report
+
+    def run_all(self, processes: Processes) -> None:
+        """Run what is not finished, some at a time."""
+        running: dict[Job, BaseProcess] = {}
+        try:
+            while True:
+                # also those that an interruption has left out
+                self._write_results()
+                free = self._what.jobs - len(running)
+                for job in self._schedule.waiting(running)[:free]:
+                    running[job] = self._start(job, processes)
+                if not running:
+                    return
+
+                connection.wait([process.sentinel for process in running.values()])
+                ended = [
+                    job
+                    for job, process in running.items()
+                    if process.exitcode is not None
+                ]
+                for job in ended:
+                    self._take_result(job, running.pop(job))
+        finally:
+            end_processes(running.values(), PATIENCE)
+
+    def _folder(self, job: Job) -> Path:
+        return self._what.folder / "runs" / job.name
+
+    def _start(self, job: Job, processes: Processes) -> BaseProcess:
+        folder = self._folder(job)
+        evaluations = self._schedule.evaluations
+        request = self._what.job_request(folder, job, self._cfg, evaluations)
+        return processes.start(train, folder, job, request)
+
+    def _take_result(self, job: Job, process: BaseProcess) -> None:
+        schedule = self._schedule
+        try:
+            result = result_of(self._folder(job), process)
+        except RunError as error:
+            schedule.failed.add(job.norm)
+            self._report(f"FAILED {error} {job.norm} is left out.")
+            return
+
+        schedule.results[job] = result
+        score = f"{result['score']} {result['AP']:.1f}"
+        end = "diverged: AP 0" if result["diverged"] else score
+        minutes = schedule.seconds_left(schedule.seeds) / 60
+        self._report(
+            f"{job.norm}, rate {job.rate:g}, seed {job.seed}, {job.iterations} iterations: {end} "
+            f"({result['seconds']:.0f} s). {len(schedule.results)} runs done, about {minutes:.0f} min "
+            "left."
+        )
+
+    def _write_results(self) -> None:
+        """Write a line for each finished run of the plan, in its order."""
+        results = self._schedule.in_order().values()
+        lines = [json.dumps(result) + "\n" for result in results]
+        write_text(self._what.folder / RESULTS, "".join(lines))
+
+    def conclude(self) -> dict[str, Any]:
+        """Compare the norms without a failed run; write the page, the numbers and the config."""
+        schedule = self._schedule
+        results = {
+            job: result
+            for job, result in schedule.in_order().items()
+            if job.norm not in schedule.failed
+        }
+        if not results:
+            raise RunError(
+                "all norms failed, see the messages above. Fix: their causes; then repeat the command."
+            )
+        schedule.check_ap(results)
+
+        folder = self._what.folder
+        plan = schedule.plan
+        numbers = summarize(plan, results)
+        sections = verdict_sections(numbers, plan, results)
+        write_page(folder / PAGE, f"Comparison of {', '.join(plan.norms)}", sections)
+        write_json(folder / NUMBERS, numbers)
+        if numbers["recommended"]:
+            self._write_config(**numbers["recommended"])
+        return numbers
+
+    def _write_config(self, norm: str, rate: float) -> None:
+        """Write the config to continue with: the given one with the norm and its rate."""
+        keys = {"SOLVER.BASE_LR": rate, "OUTPUT_DIR": "output/recommended"}
+        recommended = changed_config(self._cfg, {**norm_keys(norm), **keys})
+        write_text(self._what.folder / RECOMMENDED, recommended.dump())
+        record_datasets(self._cfg, str(self._what.folder))
