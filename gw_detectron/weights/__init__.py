@@ -22,9 +22,9 @@ from .comparing import norm_differences
 from .converting import Conversion, convert, convert_file, load_weights
 from .fetching import CATALOG, register_weights
 from .inferring import Architecture, to_torchvision
+from .load_report import LoadReport
 from .loading import (
     GWDetectionCheckpointer,
-    LoadReport,
     load_checkpoint,
     load_model,
     norm_mismatch,
