@@ -15,13 +15,13 @@ from ...norms import norm_summary
 from ..dataset.coco_scores import COCO_TASKS
 from ..images import evenly_spread
 from ..images.class_names import class_labels
+from ..run.folder import VALIDATION_PREFIX
 from .detections import CORRECT, KINDS, MISSED, ImageMatches
 from .page_parts import Line, Picture, Section, Table, make_axes, plot_lines
 from .run_folder import RunFolder
 
 _THRESHOLDS = {"AP": None, "AP50": 0.5, "AP75": 0.75}
 _SEGMENTATION = {"mIoU": "sem_seg/mIoU", "PQ": "panoptic_seg/PQ"}
-_VALIDATION = "validation/"  # begins the names of losses on the validation data
 NO_OBJECT = "no object"  # row of boxes without a match
 _MOST_COUNTS = 25  # classes of a confusion matrix with numbers
 
@@ -129,7 +129,7 @@ def _lines(run: RunFolder, names: Iterable[str]) -> list[Line]:
     colors: dict[str, str] = {}
     lines = []
     for name in names:
-        trained = name.removeprefix(_VALIDATION)
+        trained = name.removeprefix(VALIDATION_PREFIX)
         color = colors.setdefault(trained, f"C{len(colors)}")
         dashes = "-" if trained == name else "--"
         style = {"color": color, "linestyle": dashes}

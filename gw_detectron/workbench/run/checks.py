@@ -18,6 +18,7 @@ from ..dataset.coco_scores import COCO_TASKS, coco_tasks
 from ..dataset.dataset_checks import check_datasets, wrong_evaluator
 from ..dataset.fingerprint import Fingerprint
 from ..images.augmentations import build_augmentations
+from .evaluation import TOTAL_LOSS
 from .model_checks import check_model, check_start_weights
 
 # task -> scores that Detectron2 logs
@@ -196,7 +197,7 @@ def _scores(
             for score in filter(None, scores):
                 found[f"{prefix}{task}/{score}"] = ((dataset,), score)
     if cfg.TEST.LOSS:
-        found["validation/total_loss"] = (cfg.DATASETS.TEST, "")
+        found[TOTAL_LOSS] = (cfg.DATASETS.TEST, "")
     return found
 
 

@@ -27,13 +27,14 @@ from ...norms.names import norm_spec
 from ..dataset.fingerprint import read_fingerprint
 from ..dataset.source import own_source
 from ..images import ImageNamingMapper
-from .folder import CONVERTED
+from .folder import CONVERTED, VALIDATION_PREFIX
 from .randomness import VALIDATION, seed_generators
 
 log = logging.getLogger(__name__)
 
 # RetinaNet's, and up to v0.6 FCOS's: a running mean that scales the loss, outside of the state dict
 LOSS_NORMALIZER = "loss_normalizer"
+TOTAL_LOSS = f"{VALIDATION_PREFIX}total_loss"
 
 
 class DenseCOCOEvaluator(COCOEvaluator):
@@ -174,9 +175,9 @@ def validation_losses(cfg: CfgNode, model: nn.Module, seed: int) -> dict[str, fl
         for name, value in part.items():
             totals[name] += value
     means = {
-        f"validation/{name}": value / len(records) for name, value in totals.items()
+        VALIDATION_PREFIX + name: value / len(records) for name, value in totals.items()
     }
-    return {**means, "validation/total_loss": sum(means.values())}
+    return {**means, TOTAL_LOSS: sum(means.values())}
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ from ...weights.opening import BEST_CHECKPOINT
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.json"  # to which a trainer appends
+# begins the names of losses on the validation data, in METRICS
+VALIDATION_PREFIX = "validation/"
 RESULT = "result.json"  # scores of a run of gw-detectron compare, which then removes the large files
 PREDICTIONS = "coco_instances_results.json"  # of Detectron2's evaluator, in its folder "inference"
 BEST_PREDICTIONS = "model_best_results.json"  # predictions of model_best.pth, beside it

@@ -29,7 +29,7 @@ from ...weights.opening import BEST_CHECKPOINT
 from ...weights.reading import sha256_of
 from ..dataset.source import own_source
 from ..signals import TERMINATING, Interrupted, signals_handled
-from .folder import BEST_PREDICTIONS, PREDICTIONS
+from .folder import BEST_PREDICTIONS, PREDICTIONS, VALIDATION_PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +235,8 @@ class BestWeights(BestCheckpointer):
         best.path_manager = checkpointer.path_manager
         best.final_iteration = cfg.SOLVER.MAX_ITER - 1
         # a dataset of this name has scores such as validation/bbox/AP
-        is_loss = cfg.TEST.BEST.rpartition("/")[0] == "validation"
+        place, slash, _ = cfg.TEST.BEST.rpartition("/")
+        is_loss = place + slash == VALIDATION_PREFIX
         super().__init__(
             cfg.TEST.EVAL_PERIOD,
             best,
