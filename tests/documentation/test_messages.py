@@ -1,4 +1,4 @@
-"""Messages and commands that pages and code quote exist."""
+"""Messages, commands and source files that pages and code name exist."""
 
 import ast
 import inspect
@@ -27,6 +27,10 @@ TEXTS = [
 ]
 #: of PyYAML, which a refused config shows
 NOT_OURS = {"could not determine a constructor for the tag"}
+#: of Detectron2
+THEIR_FILES = {"datasets/prepare_panoptic_fpn.py"}
+#: with files that pages name
+FOLDERS = ("gw_detectron", "tests", "tools", "examples", "experiments", "benchmarks")
 
 
 def quoted_messages():
@@ -47,6 +51,15 @@ def test_every_named_command_exists():
     text = "\n".join([*TEXTS, *map(read, PAGES)])
     named = set(re.findall(r"gw-detectron ([a-z]+)", text))
     assert named <= COMMANDS.keys()
+
+
+def test_every_named_source_file_exists():
+    files = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py")]
+    text = "\n".join(map(read, PAGES))
+    named = set(re.findall(r"`((?:\w+/)+\w+\.py)\b", text))
+
+    missing = [name for name in named if not any(path.match(name) for path in files)]
+    assert set(missing) == THEIR_FILES
 
 
 def test_every_class_of_errors_is_listed_with_its_base():
