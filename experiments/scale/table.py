@@ -1,37 +1,22 @@
 """Print the tables and decisions of PLAN.md: python -m experiments.scale.table RESULTS.csv"""
 
 import csv
-import json
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 
 from gw_detectron.workbench.compare.verdict import Difference, paired_difference
 
-from .train import ARMS, ITERATIONS, RATE
-
-#: parts A, D and G of the real images, whose runs with k as it is are not repeated
-EARLIER = ("bccd", "bccd_whitening", "bccd_time")
-#: norms there -> arms
-_NAMES = {"GN": "GN", "BN": "BN", "GN+WS": "GN+WS", "GW:iters=2": "GW2", "GW": "GW"}
+from .train import ARMS
 
 #: arm -> seed -> AP
 Scores = Mapping[str, Mapping[int, float]]
 
 
 def read(file: str) -> dict[str, Scores]:
-    """Return the scores of each set; what the file has counts before earlier studies."""
+    """Return the scores of each set of images."""
     scores: dict = defaultdict(lambda: defaultdict(dict))
-    for study in EARLIER:
-        path = Path(__file__).parents[1] / "real_images" / study / "results.jsonl"
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            is_alike = (row["rate"], row["iterations"]) == (RATE, ITERATIONS)
-            if row["norm"] in _NAMES and row["seed"] > 0 and is_alike:
-                scores["bccd"][_NAMES[row["norm"]]][row["seed"]] = row["AP"]
-
     with open(file, newline="") as stream:
         for row in csv.DictReader(stream):
             scores[row["data"]][row["arm"]][int(row["seed"])] = float(row["AP"])
