@@ -45,7 +45,7 @@ NORMS = {
     "GROUP": ("GROUP", {"num_groups": 8}),
     "GW": ("GW", {"num_groups": 16}),
 }
-RATES = (0.001, 0.003, 0.01)
+RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
 SEEDS = (1, 2)
 ITERATIONS = 800
 BATCH = 2
