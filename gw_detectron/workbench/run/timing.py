@@ -22,9 +22,11 @@ _LONGEST = 30.0  # seconds of timing with more rounds than the least
 _IMAGES = 8  # of a timed evaluation
 LEAST_ITERATIONS = 20
 _MOST_EVALUATIONS = 5
-PLANNED_SHARE = (
-    0.95  # of the time is planned; checkpoints and slower steps need the rest
-)
+# of the time is planned; checkpoints and slower steps need the rest
+PLANNED_SHARE = 0.95
+# of the steps, and seconds, that a killed run loses at most
+_LOST_SHARE = 0.1
+_LOST_SECONDS = 600.0
 
 
 def step_seconds(trainers: Mapping[str, Trainer]) -> dict[str, float]:
@@ -98,7 +100,14 @@ class Budget(NamedTuple):
 
     iterations: int
     evaluations: int
+    step: float  # seconds
     reason: str
+
+    def checkpoint_period(self, period: int) -> int:
+        """Return the iterations between checkpoints: a part of the ``period`` of evaluations."""
+        longest = min(_LOST_SHARE * self.iterations, _LOST_SECONDS / self.step)
+        parts = math.ceil(period / longest)
+        return math.ceil(period / parts)
 
 
 def budget_of(minutes: float, step: float, evaluation: float) -> Budget:
@@ -126,4 +135,4 @@ def budget_of(minutes: float, step: float, evaluation: float) -> Budget:
             "validation images."
         )
     reason = f"{minutes:g} min, an iteration takes {step:.2g} s, each of {evaluations} evaluations {evaluation:.2g} s"
-    return Budget(iterations, evaluations, reason)
+    return Budget(iterations, evaluations, step, reason)

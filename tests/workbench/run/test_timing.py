@@ -33,6 +33,18 @@ def test_iterations_and_evaluations_fill_the_time(
     assert budget.iterations == iterations
 
 
+@pytest.mark.parametrize(
+    ("minutes", "step", "checkpoints"),
+    # a tenth of 1040 iterations; 600 seconds
+    [(10, 0.5, 104), (600, 1.0, 570)],
+)
+def test_a_killed_run_loses_a_tenth_or_ten_minutes(minutes, step, checkpoints):
+    budget = budget_of(minutes, step, evaluation=10)
+    period = -(-budget.iterations // budget.evaluations)
+
+    assert budget.checkpoint_period(period) == checkpoints
+
+
 def test_too_little_time_is_refused():
     with pytest.raises(ConfigError, match=r"--minutes \(1\).*give 2.5 or more"):
         budget_of(1, 4, 60)
@@ -66,7 +78,12 @@ def command(tmp_path):
 
     def parsed(*flags):
         run = words(tmp_path / "run", *flags, *data)
-        for key in ("SOLVER.MAX_ITER", "SOLVER.STEPS", "TEST.EVAL_PERIOD"):
+        for key in (
+            "SOLVER.MAX_ITER",
+            "SOLVER.STEPS",
+            "SOLVER.CHECKPOINT_PERIOD",
+            "TEST.EVAL_PERIOD",
+        ):
             place = run.index(key)
             run[place : place + 2] = []
         return get_parser().parse_args(run)
@@ -85,6 +102,7 @@ def test_a_run_within_minutes_and_its_resumption(tmp_path, command, monkeypatch)
     cfg = read_config(run / "config.yaml")
     assert cfg.SOLVER.MAX_ITER == 21
     assert cfg.TEST.EVAL_PERIOD == 6
+    assert cfg.SOLVER.CHECKPOINT_PERIOD == 2
     assert list(cfg.SOLVER.STEPS) == [15, 18]
     assert len(list(run.glob("events.*"))) == 1
     assert (run / "last_checkpoint").read_text() == "model_final.pth"
