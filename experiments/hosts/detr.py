@@ -21,7 +21,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import (
     RTDetrConfig,
     RTDetrForObjectDetection,
@@ -35,7 +35,7 @@ from gw_detectron.workbench.compare.plan import SEARCH_SEED
 from ..study import ResultsFile, score_arm
 
 #: norms of the backbone; the default is BN
-NORMS = {
+NORMS: dict[str, dict[Any, str]] = {
     "BN": {},
     "GN": {"model.backbone.*": "GN"},
     "GW at S1-B2": {"S1-B2": "GW"},
@@ -71,7 +71,7 @@ def make_model(norm: str, classes: int) -> RTDetrForObjectDetection:
     return model
 
 
-class Photos:
+class Photos(Dataset[tuple[Any, dict[str, Any]]]):
     """The photos of a COCO file, and its categories numbered from 0."""
 
     def __init__(self, data: Path, file: str) -> None:
@@ -109,12 +109,8 @@ def collate(batch: list[tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
 
 def batches(photos: Photos) -> Iterator[dict[str, Any]]:
     """Yield batches without end."""
-    loader = DataLoader(
-        photos,  # type: ignore[arg-type]
-        BATCH,
-        shuffle=True,
-        drop_last=True,
-        collate_fn=collate,
+    loader: DataLoader[Any] = DataLoader(
+        photos, BATCH, shuffle=True, drop_last=True, collate_fn=collate
     )
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
