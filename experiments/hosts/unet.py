@@ -46,7 +46,7 @@ NORMS = {
     "GW": ("GW", {"num_groups": 16}),
 }
 RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
-SEEDS = (1, 2)
+SEEDS = (1, 2, 3, 4)
 ITERATIONS = 800
 BATCH = 2
 SIDE = 192
