@@ -356,8 +356,10 @@ def _schedule(recipe: _Recipe, data: Fingerprint, epochs: float | None) -> None:
     period = math.ceil(iterations / times)
     reason = f"every five passes, at most five times; here {times}"
     recipe.set("TEST.EVAL_PERIOD", period, reason)
-    # between two evaluations
-    checkpoints = math.ceil(period / max(2000, iterations / 20))
+    # between two evaluations, whose period may be given
+    period = recipe.cfg.TEST.EVAL_PERIOD or iterations
+    longest = min(max(2000, iterations / 20), iterations / 10)
+    checkpoints = math.ceil(period / longest)
     reason = "iterations that a killed run can lose"
     recipe.set("SOLVER.CHECKPOINT_PERIOD", math.ceil(period / checkpoints), reason)
 

@@ -24,9 +24,6 @@ LEAST_ITERATIONS = 20
 _MOST_EVALUATIONS = 5
 # of the time is planned; checkpoints and slower steps need the rest
 PLANNED_SHARE = 0.95
-# of the steps, and seconds, that a killed run loses at most
-_LOST_SHARE = 0.1
-_LOST_SECONDS = 600.0
 
 
 def step_seconds(trainers: Mapping[str, Trainer]) -> dict[str, float]:
@@ -100,14 +97,7 @@ class Budget(NamedTuple):
 
     iterations: int
     evaluations: int
-    step: float  # seconds
     reason: str
-
-    def checkpoint_period(self, period: int) -> int:
-        """Return the iterations between checkpoints: a part of the ``period`` of evaluations."""
-        longest = min(_LOST_SHARE * self.iterations, _LOST_SECONDS / self.step)
-        parts = math.ceil(period / longest)
-        return math.ceil(period / parts)
 
 
 def budget_of(minutes: float, step: float, evaluation: float) -> Budget:
@@ -135,4 +125,4 @@ def budget_of(minutes: float, step: float, evaluation: float) -> Budget:
             "validation images."
         )
     reason = f"{minutes:g} min, an iteration takes {step:.2g} s, each of {evaluations} evaluations {evaluation:.2g} s"
-    return Budget(iterations, evaluations, step, reason)
+    return Budget(iterations, evaluations, reason)

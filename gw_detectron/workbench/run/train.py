@@ -80,20 +80,14 @@ def _fit_into_minutes(trainer: Trainer, prepared: "PreparedRun") -> dict[str, st
     budget = budget_of(request.minutes or 0.0, step, evaluation)
 
     length = {"SOLVER.MAX_ITER": budget.iterations}
-    period = prepared.cfg.TEST.EVAL_PERIOD
     if not request.changes("TEST.EVAL_PERIOD"):
         period = math.ceil(budget.iterations / budget.evaluations)
         length["TEST.EVAL_PERIOD"] = period
-    if not request.changes("SOLVER.CHECKPOINT_PERIOD"):
-        checkpoints = budget.checkpoint_period(period or budget.iterations)
-        length["SOLVER.CHECKPOINT_PERIOD"] = checkpoints
     cfg = changed_config(prepared.cfg, length)
     opts = itertools.chain(request.opts, *length.items())
     reasons = _use_recipe(cfg, replace(request, auto=False, opts=tuple(opts)))
-    why = dict.fromkeys(length, budget.reason)
-    why["SOLVER.CHECKPOINT_PERIOD"] = "iterations that a killed run can lose"
     for key, value in length.items():
-        reasons[key] = f"--minutes: {key} {value}: {why[key]}"
+        reasons[key] = f"--minutes: {key} {value}: {budget.reason}"
     cfg.freeze()
     trainer.rebuild(cfg)
     return reasons

@@ -33,18 +33,6 @@ def test_iterations_and_evaluations_fill_the_time(
     assert budget.iterations == iterations
 
 
-@pytest.mark.parametrize(
-    ("minutes", "step", "checkpoints"),
-    # a tenth of 1040 iterations; 600 seconds
-    [(10, 0.5, 104), (600, 1.0, 570)],
-)
-def test_a_killed_run_loses_a_tenth_or_ten_minutes(minutes, step, checkpoints):
-    budget = budget_of(minutes, step, evaluation=10)
-    period = -(-budget.iterations // budget.evaluations)
-
-    assert budget.checkpoint_period(period) == checkpoints
-
-
 def test_too_little_time_is_refused():
     with pytest.raises(ConfigError, match=r"--minutes \(1\).*give 2.5 or more"):
         budget_of(1, 4, 60)
