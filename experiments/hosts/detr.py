@@ -148,9 +148,9 @@ def box_ap(model: nn.Module, photos: Photos) -> float:
         result = PROCESSOR.post_process_object_detection(
             model(**inputs), threshold=0.0, target_sizes=[photo.shape[:2]]
         )[0]
-        for score, label, box in zip(
-            *map(torch.Tensor.tolist, result.values()), strict=True
-        ):
+        scores, labels = result["scores"].tolist(), result["labels"].tolist()
+        boxes = result["boxes"].tolist()
+        for score, label, box in zip(scores, labels, boxes, strict=True):
             left, top, right, bottom = box
             found.append(
                 {
