@@ -61,26 +61,29 @@ class ResultsFile:
         return float(self.rows[tuple(map(str, key))][score])
 
 
-def score_arm(
+def score_arms(
     file: ResultsFile,
-    arm: tuple[Any, ...],
-    run: Callable[[float, int], float],
+    arms: Sequence[tuple[Any, ...]],
+    run: Callable[..., float],
     rates: Sequence[float],
     seeds: Sequence[int],
 ) -> None:
-    """Score an arm: each learning rate with the search's seed, then the best rate with other seeds.
+    """Score arms: each learning rate with the search's seed, then the best rate with other seeds, all arms per seed.
 
     Args:
-        file: its keys are those of ``arm``, a rate and a seed.
-        run: function of a rate and a seed that returns the score.
+        file: its keys are those of an arm, a rate and a seed.
+        run: function of the keys that returns the score.
     """
 
-    def score(rate: float, seed: int) -> float:
-        return file.score((*arm, rate, seed), lambda: run(rate, seed))
+    def score(arm: tuple[Any, ...], rate: float, seed: int) -> float:
+        return file.score((*arm, rate, seed), lambda: run(*arm, rate, seed))
 
-    best = max(rates, key=lambda rate: score(rate, SEARCH_SEED))
+    best = {
+        arm: max(rates, key=lambda rate: score(arm, rate, SEARCH_SEED)) for arm in arms
+    }
     for seed in seeds:
-        score(best, seed)
+        for arm, rate in best.items():
+            score(arm, rate, seed)
 
 
 def train(

@@ -39,22 +39,22 @@ def divide_scale(layer: GroupWhitening2d, inputs: tuple[Tensor]) -> None:
 
 
 @torch.no_grad()
-def converted(source: str, plan: Plan, images: Tensor) -> nn.Module:
-    """Return the pretrained network with other norms."""
-    model = resnet18(num_classes=10)
-    model.load_state_dict(torch.load(source))
-    model.eval()
+def convert_calibrated(model: nn.Module, plan: Plan, images: Tensor) -> None:
+    """Give a network in evaluation mode other norms, and divide scales of GW for these images."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the statistics that GW and GN lose
         if plan:
             convert_norms(model, plan)
 
     # a layer is corrected before it runs, so the next one sees corrected input
-    for layer in model.modules():
-        if isinstance(layer, GroupWhitening2d):
-            layer.register_forward_pre_hook(divide_scale)
+    hooks = [
+        layer.register_forward_pre_hook(divide_scale)
+        for layer in model.modules()
+        if isinstance(layer, GroupWhitening2d)
+    ]
     model(images)
-    return model
+    for hook in hooks:
+        hook.remove()
 
 
 def main(source: str, test_folder: str, target: str) -> None:
@@ -62,7 +62,9 @@ def main(source: str, test_folder: str, target: str) -> None:
     batches = DataLoader(images_of(test_folder, train=False), 64, shuffle=True)
     images, _ = next(iter(batches))
     for name, (plan, norm) in TARGETS.items():
-        model = converted(source, plan, images)
+        model = resnet18(num_classes=10)
+        model.load_state_dict(torch.load(source))
+        convert_calibrated(model.eval(), plan, images)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, f"{name}.pth")
             torch.save(model.state_dict(), file)

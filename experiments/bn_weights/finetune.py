@@ -1,13 +1,13 @@
 r"""Fine-tune detectors from BN weights: part 2 of PLAN.md.
 
-python -m experiments.bn_weights.finetune CONFIG.yaml TRAIN.json CHOOSE.json TEST.json IMAGES R18 RESULTS.csv OUTPUT \
+python -m experiments.bn_weights.finetune SETTING TRAIN.json CHOOSE.json TEST.json IMAGES WEIGHTS RESULTS.csv OUTPUT \
     ARM ...
 
-R18 is the beginning of the names of the three files of convert.py. Runs with seed 0 choose the learning rate of an arm
-on CHOOSE; the others are scored on TEST. Rows that the file has already are not trained again.
+WEIGHTS names the files of convert.py, "output/r18_{norm}.pkl", or of convert_run.py, "output/{norm}_{seed}.pth". Runs
+with seed 0 choose the learning rate of an arm on CHOOSE; the others are scored on TEST. Rows that the file has already
+are not trained again.
 """
 
-import functools
 import math
 import sys
 from dataclasses import dataclass
@@ -20,15 +20,31 @@ from gw_detectron.layers.mixed_norms import MixedNorm
 from gw_detectron.workbench.compare.plan import SEARCH_SEED, norm_keys
 from gw_detectron.workbench.run import Trainer
 
-from ..study import ResultsFile, score_arm, train
+from ..study import ResultsFile, score_arms, train
 
 KEYS = ("data", "arm", "rate", "seed")
 VALUES = ("AP", "seconds")
-ITERATIONS = 400
-RATES = (0.01, 0.02, 0.04)
 SEEDS = (1, 2, 3)
 #: share of the iterations in which a ramp reaches its end
 RAMP = 0.4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A config, the length of a training, and the learning rates to choose from."""
+
+    config: str
+    iterations: int = 400
+    rates: tuple[float, ...] = (0.01, 0.02, 0.04)
+
+
+SETTINGS = {
+    "bccd": Setting("experiments/real_images/bccd.yaml"),
+    "nuclei": Setting("experiments/real_images/nuclei.yaml"),
+    "nuclei, boxes": Setting(
+        "experiments/bn_weights/nuclei_boxes.yaml", 200, (0.02, 0.04)
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -66,16 +82,18 @@ class RampTrainer(Trainer):
         super().run_step()
 
 
-def keys_of(arm: Arm, weights: str) -> dict[str, Any]:
+def keys_of(arm: Arm, weights: str, seed: int) -> dict[str, Any]:
     """Return the config keys of an arm."""
     keys: dict[str, Any] = {"MODEL.BACKBONE.FREEZE_AT": 0, **norm_keys(arm.norms)}
     if arm.weights:
-        keys["MODEL.WEIGHTS"] = f"{weights}_{arm.weights}.pkl"
+        # the search begins from the first weights
+        number = 1 if seed == SEARCH_SEED else seed
+        keys["MODEL.WEIGHTS"] = weights.format(norm=arm.weights, seed=number)
     return keys
 
 
 def main(
-    config: str,
+    name: str,
     train_json: str,
     choose_json: str,
     test_json: str,
@@ -85,24 +103,23 @@ def main(
     output: str,
     *arms: str,
 ) -> None:
-    name = Path(config).stem
-    file = ResultsFile(results, KEYS, VALUES)
+    setting = SETTINGS[name]
 
-    def run(arm: str, rate: float, seed: int) -> float:
-        folder = Path(output, f"{name}_{list(ARMS).index(arm)}_{rate}_{seed}")
+    def run(data: str, arm: str, rate: float, seed: int) -> float:
+        folder = Path(output, f"{data}_{list(ARMS).index(arm)}_{rate}_{seed}")
         keys = {
-            **keys_of(ARMS[arm], weights),
+            **keys_of(ARMS[arm], weights, seed),
             "SOLVER.BASE_LR": rate,
             "SEED": seed,
             "OUTPUT_DIR": str(folder),
         }
         val_json = choose_json if seed == SEARCH_SEED else test_json
-        data = (train_json, val_json, images)
+        files = (train_json, val_json, images)
         trainer = RampTrainer if ARMS[arm].ramps else Trainer
-        return train(config, data, ITERATIONS, keys, trainer)
+        return train(setting.config, files, setting.iterations, keys, trainer)
 
-    for arm in arms or ARMS:
-        score_arm(file, (name, arm), functools.partial(run, arm), RATES, SEEDS)
+    file = ResultsFile(results, KEYS, VALUES)
+    score_arms(file, [(name, arm) for arm in arms or ARMS], run, setting.rates, SEEDS)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ BLOOD_CELLS is the folder of prepare.py. Rows that the file has already are not 
 """
 
 import contextlib
-import functools
 import io
 import itertools
 import math
@@ -32,7 +31,7 @@ from transformers import (
 from gw_detectron import convert_norms
 from gw_detectron.workbench.compare.plan import SEARCH_SEED
 
-from ..study import ResultsFile, score_arm
+from ..study import ResultsFile, score_arms
 
 #: norms of the backbone; the default is BN
 NORMS: dict[str, dict[Any, str]] = {
@@ -179,8 +178,8 @@ def main(folder: str, results: str, *norms: str) -> None:
         model = train(photos["train"], norm, rate, seed, iterations)
         return box_ap(model, photos["val" if is_search else "test"])
 
-    for norm in norms or NORMS:
-        score_arm(file, (norm,), functools.partial(run, norm), RATES, SEEDS)
+    arms = [(norm,) for norm in norms or NORMS]
+    score_arms(file, arms, run, RATES, SEEDS)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from torch import nn
 from gw_detectron import GroupWhitening2d
 from gw_detectron.workbench.compare.plan import SEARCH_SEED
 
-from ..study import ResultsFile, score_arm
+from ..study import ResultsFile, score_arms
 
 Norm.add_factory_callable("GW", lambda dimensions: GroupWhitening2d)
 NORMS = {
@@ -128,8 +128,8 @@ def main(folder: str, results: str, *norms: str) -> None:
         network = train(data, "train.json", norm, rate, seed, ITERATIONS)
         return dice(network, data, "val.json")
 
-    for norm in norms or NORMS:
-        score_arm(file, (norm,), functools.partial(run, norm), RATES, SEEDS)
+    arms = [(norm,) for norm in norms or NORMS]
+    score_arms(file, arms, run, RATES, SEEDS)
 
 
 if __name__ == "__main__":
