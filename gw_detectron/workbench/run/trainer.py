@@ -355,9 +355,10 @@ class Trainer(DefaultTrainer):
         metrics = Path(folder, METRICS)
         end_last_line(metrics)
         start = self._run.weights
-        purge_step = None  # the first step that TensorBoard takes from this run
+        purge_step = None  # the first step of which TensorBoard drops earlier values
         if start.opened and start.resumed:
-            purge_step = _next_iteration(start.opened.metadata, start.address)
+            # the evaluation at the end of a run has the step after its last iteration, and stays
+            purge_step = 1 + _next_iteration(start.opened.metadata, start.address)
         printer = CommonMetricPrinter(self.max_iter)
         if isinstance(self.data_loader, TrainingData):
             epoch = self.data_loader.batches_per_epoch / self.cfg.SOLVER.ACCUMULATE

@@ -216,14 +216,17 @@ def test_screen_says_time_left_and_epochs(tmp_path, capsys):
 
 def test_tensorboard_shows_a_step_that_a_resumed_run_repeats_once(copy, tmp_path):
     with SummaryWriter(str(tmp_path)) as killed:
-        killed.add_scalar("total_loss", 9.0, 3)
+        killed.add_scalar("bbox/AP", 5.0, 3)
+        killed.add_scalar("total_loss", 9.0, 4)
 
-    main(arguments(tmp_path, "--resume", SOLVER__MAX_ITER=4, DATASETS__TEST="()"))
+    main(arguments(tmp_path, "--resume", SOLVER__MAX_ITER=5, DATASETS__TEST="()"))
 
     events = EventAccumulator(str(tmp_path)).Reload()
+    # of the evaluation after the last iteration
+    assert [event.step for event in events.Scalars("bbox/AP")] == [3]
     losses = {event.step: event.value for event in events.Scalars("total_loss")}
     assert len(losses) == len(events.Scalars("total_loss"))
-    assert losses[3] != 9
+    assert losses[4] != 9
 
 
 class TestWeights:
