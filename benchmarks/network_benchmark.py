@@ -24,6 +24,8 @@ _GW = {
     f"GW-{positions}": Variant("BN", "GW", positions)
     for positions in ("S1", "S1-B1", "S1-B2", "S1-B3", "S1-B12", "ALL")
 }
+#: two Newton steps take 2 products of matrices, five take 10
+_TWO_STEPS = {"GW2-ALL": Variant("BN", "GW:iters=2", "ALL")}
 _BASELINES = {
     "GN+WS": Variant("GN", conv="WS"),
     "GW-S1-B2+WS": _GW["GW-S1-B2"]._replace(conv="WS"),
@@ -39,7 +41,7 @@ _OTHERS = _BN | _GN | _BW | {"GW-S1-B2": _GW["GW-S1-B2"]}
 _MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_{}.yaml"
 #: the variants of every model; the others are divided by the first. Each row is a training iteration, or inference
 MODELS: dict[str, dict[str, Variant]] = {
-    "R-50": _BN | _GN | _BW | _GW | _BASELINES | _MIXED,
+    "R-50": _BN | _GN | _BW | _GW | _TWO_STEPS | _BASELINES | _MIXED,
     "R-101": _OTHERS,
     "X-50-32x4d": _OTHERS,
     "X-101-32x8d": _OTHERS,

@@ -50,6 +50,11 @@ QUESTIONS = {
     ),
     "GW - GN, small": (("GW x0.39", "GN k=0.21"),),
     "GW - GN, variance 1": (("GW variance 1", "GN"),),
+    # added after the runs, as the one number of the two that follow
+    "GW:iters=2 - GW, mean of both scales": (
+        ("GW2", "GW x0.39"),
+        ("GW2 variance 1", "GW variance 1"),
+    ),
     "GW:iters=2 - GW, small": (("GW2", "GW x0.39"),),
     "GW:iters=2 - GW, variance 1": (("GW2 variance 1", "GW variance 1"),),
     "GW:iters=2: variance 1 - as it is": (("GW2 variance 1", "GW2"),),
