@@ -1,6 +1,7 @@
 """What studies with one row for each run share: a results file that a second call continues, and a training."""
 
 import csv
+import functools
 import math
 import time
 from argparse import Namespace
@@ -61,25 +62,46 @@ class ResultsFile:
         return float(self.rows[tuple(map(str, key))][score])
 
 
+def best_rate(rates: Sequence[float], score: Callable[[float], float]) -> float:
+    """Score all learning rates, and return the best."""
+    return max(rates, key=score)
+
+
+def climb(rates: Sequence[float], score: Callable[[float], float]) -> float:
+    """Go from the second highest of ascending rates downwards while the score rises, else upwards; return the top."""
+    index = start = len(rates) - 2
+    for step in (-1, 1):
+        while 0 <= index + step < len(rates):
+            if score(rates[index + step]) <= score(rates[index]):
+                break
+            index += step
+        if index != start:
+            break
+    return rates[index]
+
+
 def score_arms(
     file: ResultsFile,
     arms: Sequence[tuple[Any, ...]],
     run: Callable[..., float],
     rates: Sequence[float],
     seeds: Sequence[int],
+    search: Callable[[Sequence[float], Callable[[float], float]], float] = best_rate,
 ) -> None:
-    """Score arms: each learning rate with the search's seed, then the best rate with other seeds, all arms per seed.
+    """Score arms with the learning rate that a search with its own seed finds, all arms seed by seed.
 
     Args:
         file: its keys are those of an arm, a rate and a seed.
         run: function of the keys that returns the score.
+        search: function of the rates and of their scores that returns one.
     """
 
     def score(arm: tuple[Any, ...], rate: float, seed: int) -> float:
         return file.score((*arm, rate, seed), lambda: run(*arm, rate, seed))
 
     best = {
-        arm: max(rates, key=lambda rate: score(arm, rate, SEARCH_SEED)) for arm in arms
+        arm: search(rates, functools.partial(score, arm, seed=SEARCH_SEED))
+        for arm in arms
     }
     for seed in seeds:
         for arm, rate in best.items():

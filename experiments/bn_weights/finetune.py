@@ -10,6 +10,7 @@ are not trained again.
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from gw_detectron.layers.mixed_norms import MixedNorm
 from gw_detectron.workbench.compare.plan import SEARCH_SEED, norm_keys
 from gw_detectron.workbench.run import Trainer
 
-from ..study import ResultsFile, score_arms, train
+from ..study import ResultsFile, best_rate, climb, score_arms, train
 
 KEYS = ("data", "arm", "rate", "seed")
 VALUES = ("AP", "seconds")
@@ -31,18 +32,22 @@ RAMP = 0.4
 
 @dataclass(frozen=True)
 class Setting:
-    """A config, the length of a training, and the learning rates to choose from."""
+    """A config, the length of a training, the learning rates, and how one of them is chosen."""
 
     config: str
     iterations: int = 400
     rates: tuple[float, ...] = (0.01, 0.02, 0.04)
+    search: Callable[..., float] = best_rate
 
 
 SETTINGS = {
     "bccd": Setting("experiments/real_images/bccd.yaml"),
     "nuclei": Setting("experiments/real_images/nuclei.yaml"),
     "nuclei, boxes": Setting(
-        "experiments/bn_weights/nuclei_boxes.yaml", 200, (0.02, 0.04)
+        "experiments/bn_weights/nuclei_boxes.yaml",
+        200,
+        (0.005, 0.01, 0.02, 0.04),
+        climb,
     ),
 }
 
@@ -119,7 +124,8 @@ def main(
         return train(setting.config, files, setting.iterations, keys, trainer)
 
     file = ResultsFile(results, KEYS, VALUES)
-    score_arms(file, [(name, arm) for arm in arms or ARMS], run, setting.rates, SEEDS)
+    keys = [(name, arm) for arm in arms or ARMS]
+    score_arms(file, keys, run, setting.rates, SEEDS, setting.search)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torchvision.models import resnet18
 
 from experiments.bn_weights.convert import convert_calibrated
-from experiments.study import ResultsFile, score_arms
+from experiments.study import ResultsFile, climb, score_arms
 from gw_detectron import GroupWhitening2d
 
 
@@ -59,6 +60,29 @@ def test_arms_are_scored_with_their_best_rates(tmp_path: Path) -> None:
         ("GN", "0.02", "2", "32.0"),
         ("GW", "0.01", "2", "27.0"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("scores", "best", "tried"),
+    [
+        ((9.0, 5.0, 3.0, 1.0), 0.005, {0.005, 0.01, 0.02}),
+        ((3.0, 5.0, 4.0, 1.0), 0.01, {0.005, 0.01, 0.02}),
+        ((1.0, 3.0, 5.0, 4.0), 0.02, {0.01, 0.02, 0.04}),
+        ((1.0, 3.0, 5.0, 6.0), 0.04, {0.01, 0.02, 0.04}),
+    ],
+)
+def test_climb_stops_where_the_score_falls(
+    scores: tuple[float, ...], best: float, tried: set[float]
+) -> None:
+    rates = (0.005, 0.01, 0.02, 0.04)
+    seen = set()
+
+    def score(rate: float) -> float:
+        seen.add(rate)
+        return scores[rates.index(rate)]
+
+    assert climb(rates, score) == best
+    assert seen == tried
 
 
 def test_converted_network_has_unit_variance_after_whitening() -> None:
