@@ -2,7 +2,7 @@
 
 The folder --output gets predictions.json (COCO results), images.json (their images and
 categories), counts.csv (objects of each class in each image) and pictures/ with the objects drawn.
-MODEL is a run folder (OUTPUT_DIR of a training) or a checkpoint. With --preview, the annotations of
+RUN is a run folder (OUTPUT_DIR of a training) or a checkpoint. With --preview, the annotations of
 a dataset are drawn instead.
 """
 
@@ -182,6 +182,11 @@ def _notes(
         yield (
             f"shrunk to less than a quarter, which loses small objects: {names}. Fix: give --tiles "
             f"{tile}."
+        )
+    if summary.images and not summary.detections:
+        yield (
+            "no object has a score above --score-threshold. Fix: give a lower one, or best: the one of "
+            "the highest F1, which `gw-detectron report RUN` finds."
         )
 
 

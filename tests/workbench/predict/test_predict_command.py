@@ -47,6 +47,14 @@ def test_a_run_folder(tmp_path, run_folder, photos, capsys):
     assert (output / "pictures" / "sub" / "a.jpg").is_file()
 
 
+def test_a_threshold_above_all_scores_is_told(tmp_path, run_folder, photos, capsys):
+    words = ["--score-threshold", "1", "--device", "cpu", "--no-pictures"]
+
+    assert predict(run_folder, photos, "--output", tmp_path / "out", *words)
+
+    assert "Fix: give a lower one, or best" in capsys.readouterr().err
+
+
 def test_the_counts_are_those_of_the_results(tmp_path, run_folder, photos):
     output = tmp_path / "out"
     predict(
