@@ -94,6 +94,9 @@ def main(args: argparse.Namespace) -> None:
     check_folder(args.output)  # before minutes of work
 
     detector = open_detector(args.run or "", args.config_file or "", args.opts)
+    print(
+        "Exporting, and comparing the file with the model; on a CPU this may take minutes."
+    )
     export = _export_backbone if args.backbone else _export_detector
     report = export(args, detector)
     print(f"Weights: {detector.cfg.MODEL.WEIGHTS}")
