@@ -120,9 +120,17 @@ def budget_of(minutes: float, step: float, evaluation: float) -> Budget:
     if iterations < LEAST_ITERATIONS:
         least = (evaluation + LEAST_ITERATIONS * step) / (60 * PLANNED_SHARE)
         raise ConfigError(
-            f"--minutes ({minutes:g}): not enough for {LEAST_ITERATIONS} iterations of {step:.2g} s and an "
-            f"evaluation of {evaluation:.2g} s. Fix: give {least + 0.05:.1f} or more, smaller images or fewer "
+            f"--minutes ({minutes:g}): not enough for {LEAST_ITERATIONS} iterations of {_seconds(step)} and an "
+            f"evaluation of {_seconds(evaluation)}. Fix: give {least + 0.05:.1f} or more, smaller images or fewer "
             "validation images."
         )
-    reason = f"{minutes:g} min, an iteration takes {step:.2g} s, each of {evaluations} evaluations {evaluation:.2g} s"
+    number = (
+        f"each of {evaluations} evaluations" if evaluations > 1 else "an evaluation"
+    )
+    reason = f"{minutes:g} min, an iteration takes {_seconds(step)}, {number} {_seconds(evaluation)}"
     return Budget(iterations, evaluations, reason)
+
+
+def _seconds(value: float) -> str:
+    """Write a time with two digits."""
+    return f"{float(f'{value:.2g}'):g} s"

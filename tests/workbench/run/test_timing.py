@@ -38,6 +38,11 @@ def test_too_little_time_is_refused():
         budget_of(1, 4, 60)
 
 
+def test_seconds_are_written_in_full():
+    reason = budget_of(60, 1.234, 1834).reason
+    assert reason == "60 min, an iteration takes 1.2 s, an evaluation 1800 s"
+
+
 @pytest.mark.parametrize(("step", "evaluation"), [(11, 20), (4, 60), (1, 1), (30, 2)])
 def test_the_minutes_that_are_named_are_enough(step, evaluation):
     with pytest.raises(ConfigError) as refused:
