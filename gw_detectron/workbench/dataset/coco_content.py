@@ -60,6 +60,10 @@ def read_json(path: str) -> Any:
         kind = kind_of_file(text[:1000])
         if kind:
             raise DataError(f"'{path}': not a json: {kind}.") from error
+        if not path.lower().endswith(".json"):
+            raise DataError(
+                f"'{path}': not a json. Fix: give a COCO json, or labels of Pascal VOC or YOLO, or masks, as a folder."
+            ) from error
         mark = " without a byte order mark" if text.startswith(codecs.BOM_UTF8) else ""
         raise DataError(
             f"'{path}': invalid JSON: {error}. Fix: give JSON in UTF-8{mark}, not compressed."

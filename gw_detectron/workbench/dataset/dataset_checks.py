@@ -5,7 +5,7 @@ import itertools
 import os
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PureWindowsPath
 from typing import Any
 from urllib.parse import unquote
@@ -160,6 +160,8 @@ class _DatasetChecks:
             )
         self.fingerprints[name] = data
         self.classes[name] = data.classes
+        if needs.training:
+            report.warnings += _like_names(data)
         # the official test images have no annotations
         if is_empty and "annotations" in content:
             report.warnings.append(
@@ -294,6 +296,24 @@ def _have_same_classes(
             "(Pascal VOC: in a classes.txt); a category may have no object."
         )
     return not different
+
+
+def _like_names(data: Fingerprint) -> Iterator[str]:
+    """Warn of class names that differ only in case or spaces, such as a slip in one label."""
+    groups: dict[str, dict[str, int]] = defaultdict(dict)
+    for name, objects in zip(data.classes, data.per_class, strict=True):
+        key = "".join(name.casefold().split())
+        groups[key][name] = objects
+
+    for names in groups.values():
+        if len(names) > 1:
+            listed = [
+                f"'{name}' ({objects} objects)" for name, objects in names.items()
+            ]
+            yield (
+                f"classes {' and '.join(listed)} differ only in case or spaces. Fix: correct the labels, if they are "
+                "one class."
+            )
 
 
 def _check_keypoint_names(

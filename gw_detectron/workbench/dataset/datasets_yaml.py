@@ -125,14 +125,15 @@ def _read_dataset(given: Any, role: str, name: str, path: str) -> CocoDataset:
 
 def check_pair(dataset: CocoDataset, place: str) -> None:
     """Raise ConfigError unless a dataset has labels and, of a COCO json, the folder of the photos."""
-    missing = ""
     if not dataset.json:
-        missing = "json"
-    elif not (dataset.images or is_layout(dataset.json)):
-        missing = "images"
-    if missing:
         raise ConfigError(
-            f"{place}{missing}: not given. Fix: give json and images together; a folder of labels needs no images."
+            f"{place}json: not given. Fix: give the labels: a COCO json, or a folder."
+        )
+    if not (dataset.images or is_layout(dataset.json)):
+        file = os.path.basename(dataset.json)
+        raise ConfigError(
+            f"{place}images: not given. Fix: give the folder of the photos of the COCO json '{file}'; labels of Pascal "
+            "VOC or YOLO, and masks, are given as a folder instead."
         )
 
 

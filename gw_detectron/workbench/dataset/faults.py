@@ -111,7 +111,12 @@ WRONG_SIZE = Fault(
     "correct them in the json; the size is after EXIF rotation",
 )
 LEFT_OUT = Fault("are not read whole", "save each part as an image of 8 bits", 1)
-COPIES = Fault("are copies", "remove them; AP on images of the training is too high", 1)
+COPIES = Fault(
+    "are copies",
+    "remove them, or validate on a part of the training images (--val-fraction 0.2); AP on images of the training is "
+    "too high",
+    1,
+)
 
 
 def describe(

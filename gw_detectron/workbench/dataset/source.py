@@ -11,9 +11,9 @@ from typing import Any
 from detectron2.data import DatasetCatalog
 
 from ...atomic import atomic_write
-from ...errors import DataError, summarize_names
+from ...errors import DataError
 from ...weights.reading import sha256_of
-from .coco_content import category_names, content_to_records, read_json
+from .coco_content import content_to_records, read_json
 from .datasets_yaml import CocoDataset
 from .fingerprint import Fingerprint, read_fingerprint
 from .layouts import LabelSet
@@ -85,7 +85,9 @@ class CocoSource:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
             temporary.write_bytes(self._text())
-        log.info("'%s': written from '%s'%s", path, self.labels.path, self._summary())
+        summary = self.labels.summary()
+        colon = ": " if summary else ""
+        log.info("'%s': written from '%s'%s", path, self.labels.path, colon + summary)
         self._is_written = True
         self._release()
 
@@ -94,18 +96,6 @@ class CocoSource:
         if self._is_written:
             return sha256_of(self.dataset.json)
         return hashlib.sha256(self._text()).hexdigest()
-
-    def _summary(self) -> str:
-        """Say what was read of labels that are not a COCO json."""
-        content, layout = self.labels.content, self.labels.layout
-        if not layout:
-            return ""
-        names = category_names(content)
-        photos, objects = (len(content[key]) for key in ("images", "annotations"))
-        return (
-            f": {layout}, {photos:,} photos, {objects:,} objects, "
-            f"classes: {summarize_names(map(str, names.values()))}"
-        )
 
     def _text(self) -> bytes:
         return json.dumps(self.labels.content).encode()

@@ -287,6 +287,16 @@ def test_a_json_that_is_another_file_is_told_by_its_kind(tmp_path, content, kind
         read_json(str(path))
 
 
+def test_a_csv_is_told_what_can_be_read(tmp_path):
+    path = tmp_path / "labels.csv"
+    path.write_text("filename,class\na.jpg,cat\n")
+
+    with pytest.raises(
+        DataError, match=r"not a json\. Fix: give a COCO json, or labels"
+    ):
+        read_json(str(path))
+
+
 @pytest.mark.parametrize("content", [b"{'a': 1}", b"[<html>]", b"{", b"!"])
 def test_a_broken_json_is_no_web_page(tmp_path, content):
     path = tmp_path / "a.json"

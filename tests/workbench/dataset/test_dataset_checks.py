@@ -124,6 +124,15 @@ def test_names_of_keypoints(check, coco, content, names, flips):
     assert all("keypoint_names of tiny_coco" in error for error in errors)
 
 
+def test_names_that_differ_only_in_case_are_a_warning(check, content):
+    content["categories"] = [{"id": 5, "name": "Queen"}, {"id": 9, "name": "queen "}]
+
+    warnings = check(DATASETS__TEST=()).warnings
+
+    (warning,) = [text for text in warnings if "only in case" in text]
+    assert "'Queen' (1 objects) and 'queen ' (1 objects)" in warning
+
+
 def test_classes_without_an_object_to_train_on(check, content, other_coco):
     content["categories"].append({"id": 0, "name": "root"})
     write(other_coco, content)

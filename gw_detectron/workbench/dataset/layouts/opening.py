@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ....errors import ConfigError, DataError, summarize_names
 from ....weights.reading import sha256_of
 from ...images.image_files import list_files
-from ..coco_content import read_json
+from ..coco_content import category_names, read_json
 from .content import ContentBuilder, Layout
 from .data_yaml import YAML, read_data_yaml, yaml_of_folder
 from .masks import masks_layout
@@ -26,6 +26,22 @@ class LabelSet(NamedTuple):
     images: str  # the folder to which file_name is relative
     layout: str = ""  # "" for a COCO json
     notes: Sequence[str] = ()
+
+    def summary(self) -> str:
+        """Say what was read, and from which folder the photos are; "" for a COCO json."""
+        if not self.layout:
+            return ""
+        images = self.content["images"]
+        root = os.path.abspath(self.images)
+        folders = {
+            os.path.dirname(os.path.join(root, image["file_name"])) for image in images
+        }
+        where = f" in '{os.path.commonpath(folders)}'" if folders else ""
+        names = category_names(self.content).values()
+        return (
+            f"{self.layout}, {len(images):,} photos{where}, {len(self.content['annotations']):,} objects, "
+            f"classes: {summarize_names(map(str, names))}"
+        )
 
 
 def is_layout(path: str) -> bool:

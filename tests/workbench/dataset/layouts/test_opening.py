@@ -1,6 +1,7 @@
 """Layouts of labels are recognized, paired with photos, and become the dataset of a run."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -147,7 +148,8 @@ def test_a_split_of_a_folder_is_registered_and_written(tmp_path, voc, caplog):
     written = json.loads((tmp_path / "run/datasets/table_train.json").read_text())
     assert written == source.content
     photos = len(written["images"])
-    assert f"Pascal VOC, {photos} photos, {2 * photos} objects" in caplog.text
+    summary = f"Pascal VOC, {photos} photos in '{voc}/photos', {2 * photos} objects"
+    assert summary in caplog.text
     assert "classes: cat, dog" in caplog.text
     assert MetadataCatalog.get("table_val").thing_classes == ["cat", "dog"]
 
@@ -165,6 +167,17 @@ def test_a_validation_of_fewer_classes_has_those_of_the_training(tmp_path, voc):
     assert MetadataCatalog.get("table_val").thing_classes == ["cat", "dog"]
     (record,) = DatasetCatalog.get("table_val")
     assert record["annotations"][0]["category_id"] == 1
+
+
+def test_the_folder_of_the_photos_is_told(tmp_path, voc):
+    labels = tmp_path / "labels only"
+    labels.mkdir()
+    for xml in Path(voc).rglob("*.xml"):
+        shutil.copy(xml, labels)
+
+    summary = read_labels(str(labels)).summary()
+
+    assert f"5 photos in '{tmp_path / 'voc/photos'}', 10 objects" in summary
 
 
 def test_a_data_yaml_brings_its_validation(yolo):
@@ -202,7 +215,10 @@ def test_a_datasets_yaml_takes_folders(tmp_path, voc, yolo):
     assert datasets.train["b"].images == str(tmp_path / "yolo")
 
     path.write_text("train: {a: {json: voc.json}}\n")
-    with pytest.raises(ConfigError, match="train.a.images: not given"):
+    with pytest.raises(ConfigError, match=r"train.a.images: not given.*'voc\.json'"):
+        read_datasets(str(path))
+    path.write_text("train: {a: {images: voc}}\n")
+    with pytest.raises(ConfigError, match="train.a.json: not given"):
         read_datasets(str(path))
     with pytest.raises(ConfigError, match="a data.yaml of YOLO"):
         read_datasets(yolo)
