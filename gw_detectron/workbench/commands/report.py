@@ -62,4 +62,10 @@ def main(args: argparse.Namespace) -> None:
     for task, scores in numbers["summary"]["scores"].items():
         if scores["AP"] is not None:
             print(f"{task} AP {scores['AP']:.1f}")
+    errors = numbers.get("errors", {})
+    if errors.get("best_f1"):
+        print(
+            f"Highest F1: {errors['best_f1']:.2f}, for scores above {errors['best_threshold']:.3g}. The page shows "
+            f"scores from {args.score:g} (--score)."
+        )
     print(f"Report: {folder / PAGE}")

@@ -138,11 +138,14 @@ def test_labels_that_were_changed_since_the_run_are_told(tmp_path):
     assert "has changed since the run" in Page(folder / "report" / "report.html").text
 
 
-def test_all_objects_are_missed_above_all_scores(tmp_path):
+def test_all_objects_are_missed_above_all_scores(tmp_path, capsys):
     folder = write_run(tmp_path / "run")
     report(folder, "--score", 1, "--output", tmp_path / "none")
 
-    kinds = read_numbers(tmp_path / "none")["errors"]["kinds"]
+    errors = read_numbers(tmp_path / "none")["errors"]
+    highest = f"for scores above {errors['best_threshold']:.3g}. The page shows scores"
+    assert highest in capsys.readouterr().out
+    kinds = errors["kinds"]
     assert kinds.pop("missed") == 18
     assert set(kinds.values()) == {0}
 
