@@ -49,6 +49,9 @@ SETTINGS = {
         (0.005, 0.01, 0.02, 0.04),
         climb,
     ),
+    "bccd, more photos": Setting(
+        "experiments/real_images/bccd.yaml", 100, (0.0025, 0.005, 0.01, 0.02), climb
+    ),
 }
 
 
