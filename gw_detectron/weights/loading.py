@@ -23,15 +23,13 @@ from ..errors import (
 from ..layers.mixed_norms import MixedNorm
 from ..modeling import build_checked_model
 from ..modeling.build import NORM_KEYS
-from ..norms import conv_names, mix_statistics, norm_rows
+from ..norms import conv_names, norm_rows
 from .comparing import norm_differences, recorded_norms, stored_shapes
 from .load_report import (
-    GIVE_STATISTICS,
     NO_STATISTICS,
     LoadReport,
     compare_tensors,
     empty_report,
-    resnet_prefixes,
 )
 from .network_record import NORMS_KEY
 from .opening import (
@@ -97,7 +95,6 @@ def load_model(
     checkpoint: Checkpoint | None = None,
     device: str = "cpu",
     allow_partial: bool = False,
-    mix: str = "",
 ) -> nn.Module:
     """Build the detector of a config in evaluation mode and load its weights.
 
@@ -108,10 +105,8 @@ def load_model(
         checkpoint: the weights; None opens ``MODEL.WEIGHTS``.
         device: replaces ``MODEL.DEVICE``.
         allow_partial: accept missing tensors, and norms that differ from the checkpoint's.
-        mix: mixture of :func:`gw_detectron.norms.mix_statistics` for the backbone; "" for none.
 
     Raises:
-        NormError: the backbone has no BN layers to mix statistics in.
         ConfigError: no weights are given, or Detectron2 cannot build the detector.
         WeightsError: the weights lack a needed tensor, or have it with another shape.
         UserError: the file cannot be read, see :func:`open_checkpoint`.
@@ -126,6 +121,7 @@ def load_model(
     model = build_checked_model(cfg, device).eval()
     report = load_checkpoint(model, checkpoint, allow_partial=allow_partial)
     log.info("%s", report)
+    _warn_of_missing_statistics(checkpoint, model)
 
     missing = [name for name in report.new if name.startswith(needed)]
     if missing and not allow_partial:
@@ -136,17 +132,7 @@ def load_model(
             "a trained detector, with NUM_CLASSES and the keys of the heads as in its run"
             f"{alone}."
         )
-    if mix:
-        mix_in_backbone(model, mix)
     return model
-
-
-def mix_in_backbone(model: nn.Module, mix: str) -> None:
-    """Mix the image's statistics into the BN layers of a detector's ResNet."""
-    names = [prefix.removesuffix(".") for prefix in resnet_prefixes(model)]
-    resnet = model.get_submodule(names[0])  # res5 in a C4 detector's head sees regions
-    count = mix_statistics(resnet, mix, where="--mix")
-    log.info("--mix (%s): %d layers of BN take statistics of each image", mix, count)
 
 
 def load_checkpoint(
@@ -213,7 +199,6 @@ def load_checkpoint(
         incompatible = checkpointer._load_model(content)
         checkpointer._log_incompatible_keys(incompatible)
     _warn_of_unknown_norms(checkpoint, model, report.loaded)
-    _warn_of_missing_statistics(checkpoint, model)
     return report
 
 
@@ -277,12 +262,12 @@ def _warn_of_missing_statistics(checkpoint: Checkpoint, model: nn.Module) -> Non
     ]
     if untrained:
         log.warning(
-            "MODEL.WEIGHTS ('%s'): mean 0 and variance 1 in %d layers (%s). %s Fix: %s",
+            "MODEL.WEIGHTS ('%s'): mean 0 and variance 1 in %d layers (%s). %s Fix: measure them on training photos "
+            "by layers.measure_statistics, as gw-detectron train does.",
             checkpoint.address,
             len(untrained),
             summarize_names(untrained),
             NO_STATISTICS,
-            GIVE_STATISTICS,
         )
 
 
@@ -328,6 +313,7 @@ class GWDetectionCheckpointer(DetectionCheckpointer):
         checkpoint = open_checkpoint(path, "checkpoint")
         names = self.checkpointables if checkpointables is None else checkpointables
         report = load_checkpoint(self, checkpoint, allow_partial=self.allow_partial)
+        _warn_of_missing_statistics(checkpoint, self.model)
         self.restore(checkpoint.metadata, names)
         log.info("%s", report)
         return {

@@ -9,7 +9,12 @@ from torch import nn
 
 from gw_detectron.errors import WeightsError
 from gw_detectron.layers import MixedWhitening2d
-from gw_detectron.weights import NormRecorder, load_checkpoint, open_checkpoint
+from gw_detectron.weights import (
+    GWDetectionCheckpointer,
+    NormRecorder,
+    load_checkpoint,
+    open_checkpoint,
+)
 
 
 @pytest.fixture
@@ -118,6 +123,6 @@ def test_statistics_that_were_multiplied_into_the_scale_are_a_warning(
     model = mixed("alpha=0.5")
     layers = sum(isinstance(layer, MixedWhitening2d) for layer in model.modules())
 
-    load(model, tmp_path / "zoo.pkl")
+    GWDetectionCheckpointer(model).load(str(tmp_path / "zoo.pkl"))
 
     assert f"mean 0 and variance 1 in {layers} layers" in caplog.text

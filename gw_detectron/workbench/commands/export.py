@@ -9,12 +9,15 @@ same format is replaced.
 import argparse
 from typing import Any
 
+from torch import nn
+
 from ...errors import ConfigError
 from ...weights import Preprocessing, load_model, open_detector, trained_classes
 from ...weights.loading import OpenDetector
 from ..console import check_folder
 from ..dataset.metadata import class_metadata, classes_of
 from ..export import FORMATS, export_backbone, export_detector, read_image_for
+from ..run.mixing import mix_in_backbone
 from .parsers import RunParser, add_mix_flag, new_parser
 
 _WEIGHTS = "safetensors"
@@ -120,9 +123,9 @@ def _differences_of(report: dict[str, Any]) -> str:
 def _export_backbone(
     args: argparse.Namespace, detector: OpenDetector
 ) -> dict[str, Any]:
-    cfg, config_file, checkpoint = detector
+    cfg, config_file, _ = detector
     needed = "backbone.bottom_up." if args.no_fpn else "backbone."
-    model = load_model(cfg, needed, checkpoint=checkpoint, mix=args.mix)
+    model = _load(args, detector, needed)
     return export_backbone(
         model.backbone,
         args.output,
@@ -131,6 +134,16 @@ def _export_backbone(
         fpn=not args.no_fpn,
         source={"config": config_file, "weights": cfg.MODEL.WEIGHTS},
     )
+
+
+def _load(
+    args: argparse.Namespace, detector: OpenDetector, needed: str = ""
+) -> nn.Module:
+    cfg, _, checkpoint = detector
+    model = load_model(cfg, needed, checkpoint=checkpoint)
+    if args.mix:
+        mix_in_backbone(model, cfg, args.mix, weights=cfg.MODEL.WEIGHTS)
+    return model
 
 
 def _export_detector(
@@ -142,7 +155,7 @@ def _export_detector(
         image = read_image_for(cfg, args.image, resize=not args.one_image)
     metadata = class_metadata(cfg, trained_classes(checkpoint))
     return export_detector(
-        load_model(cfg, checkpoint=checkpoint, mix=args.mix),
+        _load(args, detector),
         args.output,
         file_format=args.format,
         image=image,

@@ -22,10 +22,10 @@ from ...config import changed_config, find_config_file, given_keys, read_config
 from ...errors import ConfigError
 from ...norms.listing import norm_summary
 from ...weights import detector_file, load_model
-from ...weights.loading import mix_in_backbone
 from ...weights.opening import config_beside
 from ..dataset.recipe import apply_recipe
 from ..dataset.registration import open_dataset
+from .mixing import mix_in_backbone
 from .processes import in_all_processes
 from .request import RunRequest
 from .run_datasets import use_datasets
@@ -216,7 +216,7 @@ def evaluate(prepared: PreparedRun) -> dict:
         mixed = None
         if request.mix:  # a wrong value is refused before hours of evaluation
             mixed = copy.deepcopy(model)
-            mix_in_backbone(mixed, request.mix)
+            mix_in_backbone(mixed, cfg, request.mix, weights=run.weights.address)
 
         results = Trainer.test(cfg, model)
         if mixed is not None:

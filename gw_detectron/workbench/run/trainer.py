@@ -73,6 +73,7 @@ from .hooks import (
     WeightAverage,
 )
 from .logs import end_last_line
+from .mixing import measure_missing_statistics
 from .optimizer import accumulated_step, set_norm_decay
 from .randomness import INITIAL_WEIGHTS, STEP, seed_generators
 from .start import check_same_start, open_run
@@ -459,6 +460,8 @@ class Trainer(DefaultTrainer):
         report = load_checkpoint(
             self.checkpointer, checkpoint, allow_partial=self.allow_partial
         )
+        if checkpoint and not start.resumed:
+            measure_missing_statistics(self.checkpointer.model, self.cfg)
         if self._average:
             self._average.start()
         self.checkpointer.restore(states, self.checkpointer.checkpointables)

@@ -1,0 +1,139 @@
+"""Statistics of the training photos, and of each image, for the BN layers of a detector."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, DatasetMapper
+from detectron2.utils import comm
+from torch import nn
+
+from ...errors import ConfigError, UserError
+from ...layers import measure_statistics
+from ...layers.mixed_norms import MixedNorm
+from ...norms import mix_statistics, norm_rows
+from ...weights.load_report import resnet_prefixes
+from ...weights.opening import local_file
+from ..dataset.coco_content import content_to_records
+from ..dataset.datasets_yaml import DATASETS_FILE, read_datasets
+from ..dataset.layouts import read_labels
+from ..images import ImageNamingMapper, evenly_spread
+
+log = logging.getLogger(__name__)
+
+#: photos whose statistics are measured
+_PHOTOS = 32
+
+
+def mix_in_backbone(model: nn.Module, cfg: CfgNode, mix: str, *, weights: str) -> None:
+    """Mix the image's statistics into the BN layers of a trained detector's ResNet, in place.
+
+    FrozenBN has the statistics of other photos than its training's, or none, as in the detectors of Detectron2's zoo.
+    It gets those of training photos first, which changes no output.
+
+    Args:
+        model: in evaluation mode.
+        cfg: its config.
+        mix: mixture of :func:`gw_detectron.norms.mix_statistics`.
+        weights: address of its weights, beside which the run has recorded its datasets.
+
+    Raises:
+        NormError: a wrong mixture, or no BN layer.
+        ConfigError: training photos are needed and cannot be read.
+    """
+    resnet = _resnet_of(model)
+    if any(row.spec == "FrozenBN" for row in norm_rows(resnet)):
+        count = _measure(model, resnet, cfg, weights, needed_by="--mix: FrozenBN")
+        log.info("--mix: FrozenBN has the statistics of %d training photos now", count)
+
+    count = mix_statistics(resnet, mix, where="--mix")
+    log.info("--mix (%s): %d layers of BN take statistics of each image", mix, count)
+
+
+def measure_missing_statistics(model: nn.Module, cfg: CfgNode) -> None:
+    """Give mixed norms whose weights have no statistics those of training photos, before a training.
+
+    Detectors of Detectron2's zoo have mean 0 and variance 1 everywhere. Without the mixture, outputs stay the same.
+    """
+    resnet = _resnet_of(model)
+    layers = [layer for layer in resnet.modules() if isinstance(layer, MixedNorm)]
+    if not any(layer.is_untrained for layer in layers):
+        return
+
+    was_training = model.training
+    model.eval()
+    with _unmixed(layers):
+        count = _measure(model, resnet, cfg, needed_by="MODEL.WEIGHTS: MixGW or MixBN")
+    model.train(was_training)
+    log.info(
+        "MODEL.WEIGHTS: has no statistics of BN; %d layers of MixGW and MixBN got those of %d training photos",
+        len(layers),
+        count,
+    )
+
+
+def _resnet_of(model: nn.Module) -> nn.Module:
+    prefix, *_ = resnet_prefixes(model)  # res5 in a C4 detector's head sees regions
+    return model.get_submodule(prefix.removesuffix("."))
+
+
+@contextlib.contextmanager
+def _unmixed(layers: list[MixedNorm]) -> Iterator[None]:
+    """Let mixed norms compute FrozenBN in this context."""
+    mixtures = [layer.mixture for layer in layers]
+    for layer in layers:
+        layer.alpha = layer.mean = 0.0
+    try:
+        yield
+    finally:
+        for layer, mixture in zip(layers, mixtures, strict=True):
+            layer.alpha, layer.mean = mixture
+
+
+def _measure(
+    model: nn.Module,
+    resnet: nn.Module,
+    cfg: CfgNode,
+    weights: str = "",
+    *,
+    needed_by: str,
+) -> int:
+    """Give the BN layers of a ResNet the statistics of training photos; return the number of photos."""
+    try:
+        records = _training_records(cfg, weights)
+        photos = evenly_spread(records, _PHOTOS)
+        mapper = ImageNamingMapper(DatasetMapper(cfg, False), cfg.INPUT.PERCENTILES)
+        with torch.no_grad(), measure_statistics(resnet):
+            for photo in photos:
+                model([mapper(photo)])
+    except (KeyError, OSError, UserError) as error:
+        raise ConfigError(
+            f"{needed_by} needs the statistics of training photos, which cannot be read: {error} Fix: put them where "
+            "they were in the training."
+        ) from error
+
+    if comm.get_world_size() > 1:  # equal to the last bit
+        state = {name: value.cpu() for name, value in resnet.state_dict().items()}
+        resnet.load_state_dict(comm.all_gather(state)[0])
+    return len(photos)
+
+
+def _training_records(cfg: CfgNode, weights: str) -> list[dict[str, Any]]:
+    """Return Detectron2's records of the training data: of those that the run has recorded, or of the config's."""
+    file = local_file(weights)
+    recorded = os.path.join(os.path.dirname(file), DATASETS_FILE)
+    if file and os.path.isfile(recorded):
+        datasets = read_datasets(recorded).train.values()
+        labels = [read_labels(dataset.json, dataset.images) for dataset in datasets]
+        parts = [content_to_records(part.content, part.images) for part in labels]
+    else:
+        parts = [DatasetCatalog.get(name) for name in cfg.DATASETS.TRAIN]
+
+    records = [record for part in parts for record in part]
+    if not records:
+        raise ConfigError("there is no photo.")
+    return records
