@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError, NormError
 from ..layers import GroupWhitening2d, WeightStandardized, standardize_weights
@@ -99,6 +100,12 @@ def _check_model(model: nn.Module) -> None:
         )
 
     for name, module in model.named_modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(map(is_lazy, own)):
+            raise NormError(
+                f"convert_norms, {name} ({type(module).__name__}): its channels are not known yet. Fix: run the model "
+                "once first."
+            )
         classes = {cls.__name__ for cls in type(module).__mro__}
         if not classes.isdisjoint(_WRAPPERS):
             raise NormError(

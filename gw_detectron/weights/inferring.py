@@ -195,7 +195,10 @@ def infer_norms(
     norms, unclear = {}, []
     for layer, channels in layers.items():
         spec = known.get(layer) or known.get(detectron2_name(layer))
-        if not spec and _has_batch_statistics(tensors, layer):
+        scale = tensors.get(f"{layer}.weight")
+        # what does not fit any norm is told with all other tensors that do not fit
+        is_unfit = scale is None or scale.numel() != channels
+        if not spec and (is_unfit or _has_batch_statistics(tensors, layer)):
             spec = "BN"
         elif not spec and recorded is None:
             spec = stated

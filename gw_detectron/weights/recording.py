@@ -114,8 +114,8 @@ class RunRecord:
         differences = config_differences(recorded, self.config)
         if differences:
             log.warning(
-                "--resume: the config differs from the checkpoint's. Learning rate, momentum and "
-                "weight decay remain the checkpoint's:\n%s",
+                "--resume: the config differs from the checkpoint's. SOLVER.BASE_LR, momentum and weight decay "
+                "remain the checkpoint's, the schedule is the config's:\n%s",
                 "\n".join(differences.values()),
             )
 

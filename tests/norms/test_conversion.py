@@ -633,3 +633,13 @@ def test_a_class_states_no_eps_and_momentum_but_a_function_does(norm):
     assert by_class.eps == 0.1
     assert getattr(by_class, "momentum", 0.3) == 0.3
     assert by_function.eps == 0.2
+
+
+def test_a_norm_that_does_not_know_its_channels_yet_is_refused():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.LazyBatchNorm2d())
+
+    with pytest.raises(NormError, match="1 .LazyBatchNorm2d.* run the model once"):
+        convert_norms(model, {"*": "GW"})
+
+    model(torch.zeros(1, 3, 2, 2))
+    convert_norms(model, {"*": "GW"})

@@ -312,6 +312,19 @@ def test_statement_that_contradicts_the_tensors(r18, norm, message):
         convert(r18, norm=norm)
 
 
+def test_another_network_is_told_by_its_tensors_not_by_its_norms():
+    """ResNet-D has a pooling before the convolution of a shortcut, so its norms have other names."""
+    state = make_network("R-50").state_dict()
+    for name in list(state):
+        if ".downsample." in name:
+            stage, _, part = name.partition(".downsample.")
+            number, _, field = part.partition(".")
+            state[f"{stage}.downsample.{int(number) + 1}.{field}"] = state.pop(name)
+
+    with pytest.raises(ValueError, match=r"unexpected: layer1.0.downsample.2"):
+        convert(state)
+
+
 def test_statistics_prove_batch_norm():
     state = make_network("R-18").state_dict()
     assert convert(state).positions == ("BN", "", "")

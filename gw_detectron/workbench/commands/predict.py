@@ -183,6 +183,12 @@ def _notes(
             f"shrunk to less than a quarter, which loses small objects: {names}. Fix: give --tiles "
             f"{tile}."
         )
+    if summary.full:
+        limit = predictor.cfg.TEST.DETECTIONS_PER_IMAGE
+        yield (
+            f"as many objects as the detector gives ({limit}), so perhaps not all: {summarize_names(summary.full)}. "
+            f"Fix: add TEST.DETECTIONS_PER_IMAGE {2 * limit}, or give --tiles."
+        )
     if summary.images and not summary.detections:
         yield (
             "no object has a score above --score-threshold. Fix: give a lower one, or best: the one of "

@@ -336,6 +336,18 @@ def _check_keypoint_names(
                 "(MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS), in at most one pair of keypoint_flip_map, the same in all "
                 f"datasets. {_KEYPOINT_FIX}"
             )
+        elif is_trained and points > 1 and _flips_no_pair(cfg, name):
+            report.warnings.append(
+                f"keypoint_names of {name} ({summarize_names(names, 20)}): no two are known as left and right, so each "
+                "keeps its name in a flipped image. Fix: if some are sides, write keypoint_flip_map into --datasets "
+                "FILE (docs/your_data.md), or set INPUT.RANDOM_FLIP none."
+            )
+
+
+def _flips_no_pair(cfg: CfgNode, name: str) -> bool:
+    """Return whether images are mirrored and no keypoints are exchanged."""
+    pairs = MetadataCatalog.get(name).keypoint_flip_map
+    return cfg.INPUT.RANDOM_FLIP == "horizontal" and not pairs
 
 
 def _can_be_flipped(name: str, points: int) -> bool:

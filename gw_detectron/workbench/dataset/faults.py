@@ -71,6 +71,11 @@ SMALLER = Fault(
     "correct one, unless boxes include hidden parts",
     1,
 )
+ROTATED = Fault(
+    "have a bbox without its rotation, which is in attributes (CVAT), and no mask",
+    "export polygons or masks: turned objects lie partly outside of such a bbox",
+    1,
+)
 CROWDS = Fault(
     "are crowds (iscrowd 1 or ignore): not trained on, not counted",
     "set both to 0 for single ones",

@@ -1,5 +1,6 @@
 """Metadata of datasets as Detectron2 names them: classes, and the names of keypoints."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,14 @@ from detectron2.data import Metadata, MetadataCatalog
 from .coco_content import MALFORMED, category_names
 from .source import CocoSource, is_foreign
 
-_SIDES = (("left", "right"), ("Left", "Right"), ("LEFT", "RIGHT"))
+#: patterns of the left side in names of keypoints, and the right side; one letter is a word of its own
+_SIDES = {
+    "left": "right",
+    "Left": "Right",
+    "LEFT": "RIGHT",
+    r"(?<![A-Za-z])l(?![A-Za-z])": "r",
+    r"(?<![A-Za-z])L(?![A-Za-z])": "R",
+}
 
 
 def coco_metadata(source: CocoSource) -> dict[str, Any]:
@@ -47,8 +55,8 @@ def _mirrored(names: list[str]) -> list[tuple[str, str]]:
     """Return the pairs of names that differ only in left and right."""
     pairs = []
     for name in names:
-        for left, right in _SIDES:
-            other = name.replace(left, right)
+        for left, right in _SIDES.items():
+            other = re.sub(left, right, name)
             if other != name and other in names:
                 pairs.append((name, other))
     return pairs

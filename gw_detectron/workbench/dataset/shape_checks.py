@@ -80,7 +80,15 @@ def shape_faults(
     counts = Counter(keys)
     faults[f.REPEATED] = np.array([counts[key] > 1 for key in keys])
     faults[f.CROWDS] = shapes.is_crowd
+    faults[f.ROTATED] = np.array([_is_rotated(a) for a in annotations])
     return faults
+
+
+def _is_rotated(annotation: Mapping[str, Any]) -> bool:
+    """Return whether a box is one that CVAT turns by an attribute."""
+    attributes = annotation.get("attributes")
+    angle = attributes.get("rotation") if isinstance(attributes, dict) else None
+    return bool(angle) and not annotation.get("segmentation")
 
 
 def _measure(annotations: list[dict[str, Any]], images: Mapping[Any, dict]) -> _Shapes:

@@ -48,6 +48,8 @@ class Predictor:
         self.cfg = cfg
         self.metadata = metadata
         self.score_threshold = score_threshold
+        #: whether the last image has as many objects as the model gives
+        self.is_full = False
 
     def __call__(self, image: np.ndarray) -> Instances:
         with torch.no_grad():
@@ -59,7 +61,9 @@ class Predictor:
             )
 
         instances = output["instances"].to("cpu")
-        return instances[instances.scores > self.score_threshold]
+        instances = instances[instances.scores > self.score_threshold]
+        self.is_full = len(instances) >= self.cfg.TEST.DETECTIONS_PER_IMAGE
+        return instances
 
     def input(self, image: np.ndarray, scale: float | None = None) -> dict[str, Any]:
         """Return an image as an input of the model, resized as the config says or by a factor."""

@@ -60,6 +60,8 @@ class PredictionSummary:
     failed: dict[str, str] = field(default_factory=dict)
     #: sources that the model sees much smaller, which loses small objects
     shrunk: list[str] = field(default_factory=list)
+    #: sources in which the model found as many objects as it gives
+    full: list[str] = field(default_factory=list)
 
 
 def check_output(
@@ -195,6 +197,8 @@ class _Prediction:
         seen, _ = evaluation_sides(height, width, self.predictor.cfg)
         if height > _MUCH_SMALLER * seen and not self.is_tiled and not index:
             self.summary.shrunk.append(source.name)
+        if self.predictor.is_full and source.name not in self.summary.full:
+            self.summary.full.append(source.name)
 
         for result in _coco_results(instances, number):
             index = result["category_id"]
@@ -219,7 +223,12 @@ class _Prediction:
         categories = [self.categories[index] for index in sorted(self.categories)]
         rows = [f"\n{json.dumps(result)}" for result in self.results]
         (folder / RESULTS).write_text(f"[{','.join(rows)}\n]\n")
-        listed = {"images": self.images, "annotations": [], "categories": categories}
+        listed = {
+            "info": {},
+            "images": self.images,
+            "annotations": [],
+            "categories": categories,
+        }
         (folder / IMAGES).write_text(json.dumps(listed, indent=1) + "\n")
         write_counts(folder / COUNTS, self.images, categories, self.results)
         self.summary.images = len(self.images)

@@ -1,6 +1,7 @@
 """Images and videos to predict on: find the files, read their pixels."""
 
 import glob
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import numpy as np
 from ...errors import DataError, MissingFileError
 from ...installation import require_packages
 from ..images import find_images, open_image, read_image
+
+log = logging.getLogger(__name__)
 
 _VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 
@@ -70,6 +73,13 @@ class ImageSource:
                 problem = "OpenCV cannot open it"
             raise DataError(
                 f"video ('{self.path}'): {problem}. Fix: repair it or give another one."
+            )
+        if count < 0.99 * expected:
+            log.warning(
+                "video ('%s'): %d of about %.0f frames can be read; after a gap, frames have lower numbers.",
+                self.path,
+                count,
+                expected,
             )
 
 

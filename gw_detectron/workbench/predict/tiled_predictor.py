@@ -69,6 +69,8 @@ class TiledPredictor:
         self.statistics = statistics
         self.metadata = predictor.metadata
         self.cfg = predictor.cfg
+        #: whether a tile of the last image has as many objects as the model gives
+        self.is_full = False
 
     def __call__(self, image: Any) -> Instances:
         """Detect objects in an image.
@@ -80,13 +82,17 @@ class TiledPredictor:
         """
         windows = self.windows(image)
         if len(windows) == 1:
-            return self.predictor(image[:, :])
+            instances = self.predictor(image[:, :])
+            self.is_full = self.predictor.is_full
+            return instances
 
         statistics = self.measure(image)
         tiles = []
+        self.is_full = False
         for window in progress_bar(windows, desc="tiles", unit="tile", leave=False):
             with statistics.apply():
                 instances = self.predictor(image[window])
+            self.is_full |= self.predictor.is_full
             tiles.append(in_image(instances, window, image.shape[:2]))
         return merged(tiles, windows)
 

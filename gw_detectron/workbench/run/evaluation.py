@@ -45,6 +45,8 @@ class DenseCOCOEvaluator(COCOEvaluator):
 
     def __init__(self, dataset_name: str, detections: int, **options: Any) -> None:
         super().__init__(dataset_name, **options)
+        # pycocotools 2.0.9 and 2.0.10 read it
+        self._coco_api.dataset.setdefault("info", {})
         # faster-coco-eval takes only integers
         keys = (*self._coco_api.imgs, *self._coco_api.cats)
         self._use_fast_impl &= all(isinstance(key, int) for key in keys)

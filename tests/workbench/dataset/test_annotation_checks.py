@@ -177,6 +177,11 @@ def test_few_contradictions_are_a_warning():
 
 
 ACCEPTED = {
+    "outlines of turned boxes": lambda *b: {"attributes": {"rotation": 30.0}},
+    "attributes that turn nothing": lambda *b: {
+        "segmentation": [],
+        "attributes": {"rotation": 0.0},
+    },
     "rectangles": lambda *b: {},
     "run lengths": lambda *b: {"segmentation": run_length(*b)},
     "rounded boxes": lambda x, y, w, h: {"bbox": [x + 0.7, y - 0.8, w - 1, h + 1]},
@@ -258,6 +263,11 @@ WARNED = {
         },
         19,
         "repeat the bbox",
+    ),
+    "turned boxes of CVAT": (
+        lambda *b: {"segmentation": [], "attributes": {"rotation": 30.0}},
+        8,
+        "12 of 20 annotations have a bbox without its rotation",
     ),
 }
 

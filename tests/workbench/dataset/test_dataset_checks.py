@@ -124,6 +124,28 @@ def test_names_of_keypoints(check, coco, content, names, flips):
     assert all("keypoint_names of tiny_coco" in error for error in errors)
 
 
+@pytest.mark.parametrize(("flip", "pairs"), [("horizontal", []), ("none", [])])
+def test_keypoints_without_a_known_side_are_told_where_images_are_mirrored(
+    check, coco, content, flip, pairs
+):
+    for annotation in content["annotations"]:
+        annotation |= {"keypoints": [3, 4, 2, 5, 6, 1], "num_keypoints": 2}
+    coco()
+    metadata = MetadataCatalog.get("tiny_coco")
+    metadata.set(keypoint_names=["port", "starboard"], keypoint_flip_map=pairs)
+
+    report = check(
+        MODEL__KEYPOINT_ON=True,
+        MODEL__ROI_KEYPOINT_HEAD__NUM_KEYPOINTS=2,
+        TEST__KEYPOINT_OKS_SIGMAS=[0.1] * 2,
+        INPUT__RANDOM_FLIP=flip,
+    )
+
+    assert not report.errors
+    told = [text for text in report.warnings if "no two are known as left" in text]
+    assert len(told) == (flip == "horizontal")
+
+
 def test_names_that_differ_only_in_case_are_a_warning(check, content):
     content["categories"] = [{"id": 5, "name": "Queen"}, {"id": 9, "name": "queen "}]
 

@@ -95,6 +95,11 @@ def test_a_yaml_registers_datasets_for_detectron2(write, folder):
     [
         (["nose", "left_eye", "right_eye", "left_ear"], [("left_eye", "right_eye")]),
         (["LeftWing", "Tail", "RightWing"], [("LeftWing", "RightWing")]),
+        (
+            ["L_eye", "R_eye", "eye_l", "eye_r"],
+            [("L_eye", "R_eye"), ("eye_l", "eye_r")],
+        ),
+        (["tail", "tair", "LA1", "RA1"], []),
     ],
 )
 def test_keypoints_are_named_by_the_categories(folder, files, names, flips):

@@ -70,6 +70,7 @@ class Handmade:
 
     def __init__(self):
         self.cfg = default_config()
+        self.is_full = False
 
     def __call__(self, image):
         found = Instances(image.shape[:2])

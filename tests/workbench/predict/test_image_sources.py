@@ -66,6 +66,25 @@ def test_frames_of_a_video(video):
     assert frames[4][..., 2].mean() < 5
 
 
+def test_a_gap_in_a_video_is_told(tmp_path, caplog):
+    cv2 = pytest.importorskip("cv2")
+    path = tmp_path / "clip.avi"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), 8, (64, 48))
+    random = np.random.default_rng(0)
+    for _ in range(60):
+        writer.write(random.integers(0, 256, (48, 64, 3), np.uint8))
+    writer.release()
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 6000] = bytes(6000)
+    path.write_bytes(content)
+
+    frames = list(find_sources([path])[0].images())
+
+    assert 54 <= len(frames) < 60
+    assert f"{len(frames)} of about 60 frames can be read" in caplog.text
+
+
 def test_damaged_files(tmp_path, video):
     (tmp_path / "text.jpg").write_text("no image")
     (tmp_path / "cut.avi").write_bytes(video.read_bytes()[:200])

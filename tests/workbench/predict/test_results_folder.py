@@ -25,8 +25,10 @@ from gw_detectron.errors import (
     MissingPackageError,
 )
 from gw_detectron.workbench.predict import (
+    TiledPredictor,
     check_output,
     find_sources,
+    open_predictor,
     results_folder,
     write_predictions,
     write_preview,
@@ -168,6 +170,22 @@ def test_large_images_are_named_with_tiles(tmp_path, photos, predictor, predict)
     (photos / "huge.png").unlink()
     predictor.cfg.INPUT.MIN_SIZE_TEST = 40
     assert predict(photos)[0].shrunk == []
+
+
+def test_images_with_as_many_objects_as_the_model_gives_are_named(
+    tmp_path, photos, run_folder
+):
+    limit = ("TEST.DETECTIONS_PER_IMAGE", 3)
+    plain = open_predictor(run_folder, opts=limit, score_threshold=0.01)
+    for predictor in (plain, TiledPredictor(plain, 64, 16)):
+        sources = find_sources([str(photos)])
+        summary = write_predictions(predictor, sources, tmp_path / "out")
+
+        assert summary.full == ["b.png", "sub/a.jpg"]
+
+    few = open_predictor(run_folder, opts=limit, score_threshold=0.99)
+    summary = write_predictions(few, find_sources([str(photos)]), tmp_path / "few")
+    assert summary.full == []
 
 
 def test_broken_files_are_named_and_the_others_predicted(tmp_path, photos, predict):
