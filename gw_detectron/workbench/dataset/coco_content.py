@@ -115,7 +115,9 @@ def complete_coco(
         with_classes, notes = _add_classes(content, classes or {})
         annotations = with_classes["annotations"]
         completed = complete_annotations(with_classes)
-        if completed == annotations:
+        # 1.0 equals 1, but is no id of a match
+        has_ids = all(is_match_id(annotation.get("id")) for annotation in annotations)
+        if has_ids and completed == annotations:
             return with_classes, notes
     except MALFORMED:
         return content, []

@@ -291,6 +291,10 @@ def _have_same_classes(
         difference = "another order"
         if missing or added:
             difference = f"missing: {missing or 'none'}; added: {added or 'none'}"
+        if [*map(_same_letters, names)] == [*map(_same_letters, wanted)]:
+            pairs = zip(wanted, names, strict=True)
+            unlike = [f"{a!a} is {b!a} there" for a, b in pairs if a != b]
+            difference = f"the same letters in another form: {'; '.join(unlike)}"
         report.errors.append(
             f"DATASETS ('{name}'): other classes than {first}: {difference}. Fix: give it the same list of categories "
             "(Pascal VOC: in a classes.txt); a category may have no object."
@@ -302,18 +306,27 @@ def _like_names(data: Fingerprint) -> Iterator[str]:
     """Warn of class names that differ only in case or spaces, such as a slip in one label."""
     groups: dict[str, dict[str, int]] = defaultdict(dict)
     for name, objects in zip(data.classes, data.per_class, strict=True):
-        key = "".join(name.casefold().split())
-        groups[key][name] = objects
+        groups[_same_letters(name)][name] = objects
 
     for names in groups.values():
         if len(names) > 1:
             listed = [
-                f"'{name}' ({objects} objects)" for name, objects in names.items()
+                f"{name!a} ({objects} objects)" for name, objects in names.items()
             ]
             yield (
-                f"classes {' and '.join(listed)} differ only in case or spaces. Fix: correct the labels, if they are "
-                "one class."
+                f"classes {' and '.join(listed)} differ only in case, spaces or the form of letters. Fix: correct the "
+                "labels, if they are one class."
             )
+
+
+def _same_letters(name: str) -> str:
+    """Return a name without case, spaces, invisible characters and the forms that Unicode has of a letter."""
+    letters = unicodedata.normalize("NFKC", name).casefold()
+    return "".join(
+        letter
+        for letter in letters
+        if not letter.isspace() and unicodedata.category(letter) != "Cf"
+    )
 
 
 def _check_keypoint_names(

@@ -72,10 +72,15 @@ def build_augmentations(cfg: CfgNode) -> "list[_TorchvisionAugmentation]":
     ]
 
 
+#: in torchvision's message of a crop
+_TOO_LARGE = "is larger than input image"
+
+
 class _TorchvisionAugmentation(Augmentation):
     def __init__(self, call: str, cfg: CfgNode) -> None:
         super().__init__()
         self._bgr = cfg.INPUT.FORMAT == "BGR"
+        self._call = call
         try:
             self._transform = _parse_call(call)
             kind = type(self._transform)
@@ -97,18 +102,27 @@ class _TorchvisionAugmentation(Augmentation):
         """Augment an example, to find transforms that cannot be used."""
         try:
             moved = self.get_transform(np.zeros((600, 600, 3), np.uint8))
-        except ValueError as error:
-            # a crop, which may fit the images
-            if "is larger than input image" in str(error):
-                return
-            raise
+        except ConfigError:  # a crop, which may fit the images
+            return
 
         moved.apply_coords(np.zeros((1, 2)))  # torchvision before 0.24 cannot
-        if moved.apply_image(None).dtype != np.uint8:
+        pixels = moved.apply_image(None)
+        if pixels.dtype != np.uint8:
             raise TypeError("does not return an image of 8 bits")
+        if pixels.shape[2:] != (3,) or not pixels.size:
+            raise ValueError(f"returns pixels of shape {pixels.shape}, not (H, W, 3)")
 
     def get_transform(self, image: np.ndarray) -> Transform:
-        return _Move(self._transform, image, self._bgr)
+        try:
+            return _Move(self._transform, image, self._bgr)
+        except ValueError as error:
+            if _TOO_LARGE not in str(error):
+                raise
+            height, width = image.shape[:2]
+            raise ConfigError(
+                f"INPUT.AUGMENTATIONS ({self._call!r}): a photo of {width} x {height} pixels is smaller than the crop. "
+                "Fix: add pad_if_needed=True to RandomCrop, or give a smaller size."
+            ) from error
 
 
 def _parse_call(call: str) -> v2.Transform:

@@ -52,6 +52,7 @@ class ImageHeader(NamedTuple):
 
     width: int
     height: int
+    orientation: int  # of the EXIF entry, 1 without
     left_out: str
 
 
@@ -75,7 +76,7 @@ def read_header(
             if caught or not _looks_whole(image, path):
                 decode(image)
             width, height = _upright_size(image)
-            return ImageHeader(width, height, left_out(image))
+            return ImageHeader(width, height, orientation(image), left_out(image))
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from iopath.common.file_io import PathHandler
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 from torch import Tensor
 
-from ...errors import DataError, MissingFileError, printable
+from ...errors import ConfigError, DataError, MissingFileError, printable
 from . import headers
 from .headers import (
     READ_ERRORS,
@@ -109,6 +109,9 @@ class ImageNamingMapper:
         address = _address(name, self.percentiles)
         try:
             example = self.mapper(record | {"file_name": address})
+        except ConfigError as error:  # of an augmentation
+            error.add_note(f"while reading {name}")
+            raise
         except READ_ERRORS as error:  # also Detectron2's SizeMismatchError
             problem = image_problem(name, error).replace(address, name)
             raise image_error(name, problem, _RECORD_FIX) from error

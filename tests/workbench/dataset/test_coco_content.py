@@ -106,7 +106,10 @@ def test_annotations_are_numbered_from_1(complete, numbers):
     for annotation, number in zip(complete["annotations"], numbers, strict=True):
         annotation["id"] = number
 
-    assert complete_coco(complete)[0] == COMPLETE
+    completed, _ = complete_coco(complete)
+
+    assert completed == COMPLETE
+    assert {type(annotation["id"]) for annotation in completed["annotations"]} == {int}
 
 
 def test_annotations_without_an_id_are_numbered_from_1(complete):

@@ -155,6 +155,26 @@ def test_names_that_differ_only_in_case_are_a_warning(check, content):
     assert "'Queen' (1 objects) and 'queen ' (1 objects)" in warning
 
 
+def test_names_that_look_the_same_are_told_by_their_characters(check, other_coco):
+    with_classes(other_coco, "ca\u200bt", "\uff44og")
+
+    (error,) = check(DATASETS__TEST=("other_coco",)).errors
+
+    assert r"'cat' is 'ca\u200bt' there; 'dog' is '\uff44og' there" in error
+
+
+def test_two_forms_of_a_name_are_a_warning(check, content):
+    names = ("caf\xe9", "cafe\u0301")
+    content["categories"] = [
+        {"id": number, "name": name} for number, name in zip((5, 9), names, strict=True)
+    ]
+
+    warnings = check(DATASETS__TEST=()).warnings
+
+    (warning,) = [text for text in warnings if "the form of letters" in text]
+    assert r"'caf\xe9' (1 objects) and 'cafe\u0301' (1 objects)" in warning
+
+
 def test_classes_without_an_object_to_train_on(check, content, other_coco):
     content["categories"].append({"id": 0, "name": "root"})
     write(other_coco, content)

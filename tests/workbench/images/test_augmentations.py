@@ -9,6 +9,7 @@ from detectron2.structures import polygons_to_bitmask
 
 from gw_detectron.config import changed_config, default_config
 from gw_detectron.errors import ConfigError
+from gw_detectron.workbench.images import ImageNamingMapper
 from gw_detectron.workbench.images.augmentations import (
     build_augmentations,
     training_mapper,
@@ -163,8 +164,14 @@ def test_boxes_of_a_crop_are_those_of_its_masks(small_dataset, objects):
         assert torch.equal(found.gt_boxes.tensor, tight.tensor)
 
 
-def test_a_crop_may_be_larger_than_an_example():
-    assert build_augmentations(config("RandomCrop(size=4096)"))
+def test_a_crop_may_be_larger_than_an_example_but_not_than_a_photo(small_dataset):
+    call = "RandomCrop(size=4096)"
+    assert build_augmentations(config(call))
+
+    mapper = ImageNamingMapper(training_mapper(config(call)))
+    record = DatasetCatalog.get("gw_synthetic_train")[0]
+    with pytest.raises(ConfigError, match="smaller than the crop.*pad_if_needed"):
+        mapper(record)
 
 
 REFUSED = (
@@ -183,6 +190,9 @@ REFUSED = (
     "RandomIoUCrop()",
     "Pad(9, padding_mode='reflect')",
     "RandomRotation(20, fill={'others': 114})",
+    "Grayscale()",
+    "RandomCrop(0)",
+    "CenterCrop(0)",
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ....errors import summarize_names
 from ...console import progress_bar
 from ...images import read_header
 
@@ -27,18 +28,31 @@ class ContentBuilder:
         self.images: list[dict[str, Any]] = []
         self.annotations: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        #: EXIF orientations of photos that have one, by file name
+        self.turned: dict[str, int] = {}
 
     def add_photo(self, path: Path) -> dict[str, Any]:
         """Add a photo by the size in its header; return its record."""
         header = read_header(path, _ANY_BITS)
+        name = os.path.relpath(path, self.root)
         image = {
             "id": len(self.images) + 1,
-            "file_name": os.path.relpath(path, self.root),
+            "file_name": name,
             "width": header.width,
             "height": header.height,
         }
         self.images.append(image)
+        if header.orientation in range(2, 9):
+            self.turned[name] = header.orientation
         return image
+
+    def note_turned(self) -> None:
+        """Say which photos are turned by EXIF, where labels do not tell of which photo they are."""
+        if self.turned:
+            self.notes.append(
+                f"{len(self.turned)} photos are turned by EXIF ({summarize_names(self.turned)}). Their labels are "
+                "taken as those of the upright photo."
+            )
 
     def add_object(
         self, image: dict[str, Any], category: int, box: list[float], **fields: Any

@@ -109,6 +109,7 @@ def _read_masks(
         if is_numbered:
             counts.append(len(builder.annotations) - before)
 
+    builder.note_turned()
     if max(counts, default=0) == 1:
         builder.notes.append(
             "Each mask image has one object. If objects share a number, give each one a number of its own."

@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 import numpy as np
 
 from ....errors import DataError, printable, summarize_names
-from ...images.headers import open_header, orientation
 from ...images.image_files import list_files
 from .content import ContentBuilder, Layout, clipped_box, with_progress
 from .data_yaml import find_names
@@ -79,11 +78,11 @@ def _read_voc(
         image = builder.add_photo(photo)
         size = (image["width"], image["height"])
         given = _size(root)
-        exif = _orientation_of(photo)
+        exif = builder.turned.get(image["file_name"], 1)
         turn = _TURNS.get(exif) if given == size[::-1] != size else None
         # a half turn, a mirror or a square has no sign of it in the size
         is_clear = exif in _TURNS and given in (size, size[::-1]) and size[0] != size[1]
-        if exif in range(2, 9) and not is_clear:
+        if exif != 1 and not is_clear:
             unclear.append(photo.name)
         if given not in (None, size) and turn is None:
             wrong_sizes.append(f"'{xml}' has {given[0]} x {given[1]}, '{photo}' {size}")
@@ -96,11 +95,6 @@ def _read_voc(
             f"the labeling: {summarize_names(unclear)}. Their boxes are taken as pixels of the upright photo."
         )
     return names
-
-
-def _orientation_of(photo: Path) -> int:
-    with open_header(photo) as file:
-        return orientation(file)
 
 
 def _add_objects(

@@ -185,6 +185,7 @@ def _read_yolo(
                     quadrangles.append(where)
             _add_row(builder, image, category, points)
 
+    builder.note_turned()
     if 2 * len(quadrangles) > rows:
         raise DataError(
             f"{quadrangles[0]}: four corners of a rotated box, as in {len(quadrangles)} of {rows} rows. Rotated boxes "

@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from PIL import Image
+from PIL import ExifTags, Image
 
 from gw_detectron.errors import ConfigError, DataError, UserError
 from gw_detectron.workbench.dataset.layouts import (
@@ -125,6 +125,18 @@ def test_label_files_that_are_left_over_are_named(write):
 
     assert len(labels.content["annotations"]) == 1
     assert labels.notes == ["1 label files without a photo are left out: b.txt."]
+
+
+def test_photos_that_are_turned_by_exif_are_told(write):
+    folder = write(BOX)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 3
+    Image.new("RGB", (40, 20)).save(folder / "images/train/a.jpg", exif=exif)
+
+    labels = read_labels(write_yaml(folder, train="images/train"))
+
+    told = "1 photos are turned by EXIF (images/train/a.jpg). Their labels are taken"
+    assert any(note.startswith(told) for note in labels.notes)
 
 
 @pytest.mark.parametrize("images", ["", "images/train"])
