@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchvision.models import resnet18
 
-from gw_detectron import GroupWhitening2d, convert_norms
+from gw_detectron import convert_norms
+from gw_detectron.layers import match_scales
 from gw_detectron.norms.conversion import Plan
-from gw_detectron.ops.group_whitening.op import whiten
 from gw_detectron.weights.converting import convert_file
 
 from .pretrain import images_of
@@ -31,13 +31,6 @@ TARGETS: dict[str, tuple[Plan, str | None]] = {
 }
 
 
-def divide_scale(layer: GroupWhitening2d, inputs: tuple[Tensor]) -> None:
-    """Divide the scale of a layer by the standard deviation of what it multiplies."""
-    whitened = whiten(inputs[0], None, None, layer.num_groups, layer.solver, False)
-    assert layer.weight is not None
-    layer.weight.div_(whitened.std())
-
-
 @torch.no_grad()
 def convert_calibrated(model: nn.Module, plan: Plan, images: Tensor) -> None:
     """Give a network in evaluation mode other norms, and divide scales of GW for these images."""
@@ -46,15 +39,8 @@ def convert_calibrated(model: nn.Module, plan: Plan, images: Tensor) -> None:
         if plan:
             convert_norms(model, plan)
 
-    # a layer is corrected before it runs, so the next one sees corrected input
-    hooks = [
-        layer.register_forward_pre_hook(divide_scale)
-        for layer in model.modules()
-        if isinstance(layer, GroupWhitening2d)
-    ]
-    model(images)
-    for hook in hooks:
-        hook.remove()
+    with match_scales(model):
+        model(images)
 
 
 def main(source: str, test_folder: str, target: str) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
 from gw_detectron import convert_norms
-from gw_detectron.layers import measure_statistics
+from gw_detectron.layers import match_scales, measure_statistics
 
 
 def network(norm=nn.BatchNorm2d):
@@ -90,3 +90,20 @@ def test_an_error_of_the_network_changes_nothing():
     assert not model[1]._forward_pre_hooks
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def test_whitening_in_the_place_of_bn_gets_the_size_of_its_output():
+    model = network()
+    with torch.no_grad(), measure_statistics(model):
+        model(images(1))
+    gammas = [model[1].weight.clone(), model[4].weight.clone()]
+    convert_norms(model, {"*": "GW:groups=4"})
+
+    with torch.no_grad(), match_scales(model):
+        model(images(1))
+        model(images(2))  # only the first batch counts
+
+    for layer, end, gamma in zip((model[1], model[4]), (2, 5), gammas, strict=True):
+        y = model[:end](images(1)) - layer.bias[:, None, None]
+        assert (y / gamma[:, None, None]).std().item() == pytest.approx(1, abs=1e-3)
+        assert (gamma / layer.weight).std() < 1e-6  # one factor for all channels
