@@ -3,9 +3,9 @@ r"""Fine-tune detectors from BN weights: part 2 of PLAN.md.
 python -m experiments.bn_weights.finetune SETTING TRAIN.json CHOOSE.json TEST.json IMAGES WEIGHTS RESULTS.csv OUTPUT \
     ARM ...
 
-WEIGHTS names the files of convert.py, "output/r18_{norm}.pkl", or of convert_run.py, "output/{norm}_{seed}.pth". Runs
-with seed 0 choose the learning rate of an arm on CHOOSE; the others are scored on TEST. Rows that the file has already
-are not trained again.
+WEIGHTS names the files of convert.py, "output/r18_{norm}.pkl", or of convert_run.py and adapt_run.py,
+"output/{norm}_{seed}.pth". Runs with seed 0 choose the learning rate of an arm on CHOOSE; the others are scored on
+TEST. Rows that the file has already are not trained again.
 """
 
 import math
@@ -75,6 +75,7 @@ ARMS = {
     "GN, converted": Arm("GN", "gn"),
     "GW:iters=2, from scratch": Arm("GW:iters=2", ""),
     "GW, from scratch": Arm("GW", ""),
+    "FrozenBN, adapted": Arm("FrozenBN", "adapted"),
 }
 
 
