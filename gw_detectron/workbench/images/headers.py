@@ -234,14 +234,19 @@ def orientation(image: Image.Image) -> int:
     return 1
 
 
+def page_count(image: Image.Image) -> int:
+    """Return the number of pages or frames of an image file."""
+    # cameras write previews into MPO files
+    return 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+
+
 def left_out(image: Image.Image) -> str:
     """Name what every reader leaves out of an image file, or "".
 
     A record has one image for its boxes, so only the first page of a file is read, in training and in prediction.
     """
     parts = []
-    # cameras write previews into MPO files
-    pages = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    pages = page_count(image)
     if pages > 1:
         parts.append(f"pages 2 to {pages}")
     tiles = getattr(image, "tile", ())  # how the pixels are stored

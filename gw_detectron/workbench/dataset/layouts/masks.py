@@ -1,5 +1,6 @@
 """Mask images: one file for each object, or one image for each photo with a number for each object."""
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -7,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pycocotools.mask as mask_util
+from PIL import Image
 
 from ....errors import DataError
-from ...images.headers import image_errors, open_header
+from ...images.headers import image_errors, open_header, page_count
 from ...images.image_files import only_images
 from .content import ContentBuilder, Layout, with_progress
 from .files import (
@@ -126,9 +128,22 @@ def _described(size: tuple[int, ...]) -> str:
     return f"{size[1]} x {size[0]}"
 
 
+@contextlib.contextmanager
+def _open_mask(path: Path) -> Iterator[Image.Image]:
+    """Open a mask; one of several pages is refused, because only the first page would be read."""
+    with image_errors(path), open_header(path) as image:
+        pages = page_count(image)
+        if pages > 1:
+            raise DataError(
+                f"'{path}': has {pages} pages. Fix: save one file for each object, or one image with a number for "
+                "each object."
+            )
+        yield image
+
+
 def _read_numbers(path: Path) -> np.ndarray:
     """Read a mask with a whole number for each object, 0 elsewhere."""
-    with image_errors(path), open_header(path) as image:
+    with _open_mask(path) as image:
         mode = image.mode
         is_lossy = image.format == "JPEG"
         has_channels = len(image.getbands()) > 1
@@ -163,7 +178,7 @@ def _binary(pixels: np.ndarray, path: Path) -> np.ndarray:
 
 def _read_object(path: Path) -> np.ndarray:
     """Read the mask of one object."""
-    with image_errors(path), open_header(path) as image:
+    with _open_mask(path) as image:
         is_deep = image.mode[0] in "IF"
         pixels = np.asarray(image if is_deep else image.convert("L"))
     # some tools write 0 and 1, others smooth edges up to 255

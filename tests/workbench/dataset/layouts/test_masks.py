@@ -161,6 +161,18 @@ def test_masks_that_are_refused(tmp_path, pixels, told):
         read_labels(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["a.tif", "a/x1.tif"])
+def test_a_mask_with_a_page_for_each_object_is_refused(tmp_path, name):
+    photo(tmp_path / "images/a.jpg")
+    path = tmp_path / "masks" / name
+    path.parent.mkdir(parents=True)
+    pages = [Image.fromarray(np.roll(numbered(second=0), 7 * n, 1)) for n in range(3)]
+    pages[0].save(path, save_all=True, append_images=pages[1:])
+
+    with pytest.raises(DataError, match=f"masks/{name}': has 3 pages. Fix: save one"):
+        read_labels(str(tmp_path))
+
+
 def test_masks_of_other_photos_and_two_masks_of_one(tmp_path):
     photo(tmp_path / "images/a.jpg")
     photo(tmp_path / "images/b.jpg")
