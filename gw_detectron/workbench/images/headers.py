@@ -32,6 +32,7 @@ _NOT_IMAGES = {
         "values of 32 bits. Fix: save it as RGB or gray, or write a mapper (docs/your_data.md)"
     ),
 }
+_GDAL_NODATA = 42113  # a TIFF tag
 _END = 4096  # bytes in which the mark of the end is
 
 
@@ -170,6 +171,14 @@ def is_misread(image: Image.Image) -> bool:
 def is_unsigned(image: Image.Image) -> bool:
     """Return whether values of 32 bits, which Pillow reads as signed, have no sign."""
     return 1 in getattr(image, "tag_v2", {}).get(TiffImagePlugin.SAMPLEFORMAT, (1,))
+
+
+def nodata(image: Image.Image) -> float | None:
+    """Return the value of missing pixels by GDAL's tag in a TIFF file; None without."""
+    # missing or damaged: all pixels are data
+    with contextlib.suppress(LookupError, ValueError):
+        return float(str(getattr(image, "tag_v2", {})[_GDAL_NODATA]))
+    return None
 
 
 def _looks_whole(image: Any, path: str | os.PathLike[str]) -> bool:

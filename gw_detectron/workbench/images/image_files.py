@@ -164,6 +164,10 @@ def _scaled_file(image: Image.Image, percentiles: Sequence[float]) -> IO[bytes]:
     values = np.array(ImageOps.exif_transpose(image), dtype=np.float64)
     if image.mode == "I" and headers.is_unsigned(image):
         values[values < 0] += 2**32
+    nodata = headers.nodata(image)
+    if nodata is not None:
+        # the tag may be a float32 in decimals
+        values[np.isclose(values, nodata, rtol=1e-7, atol=0)] = np.nan
 
     content = io.BytesIO()
     Image.fromarray(scale_to_8_bits(values, percentiles)).save(content, "PPM")

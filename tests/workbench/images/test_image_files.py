@@ -212,6 +212,44 @@ def test_training_refuses_deep_images_without_percentiles(deep):
         mapper({"file_name": str(path)})
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value", "tag"),
+    [
+        (np.float32, -9999, "-9999"),
+        (np.float32, -3.4e38, "-3.4e+38"),
+        (np.float32, np.finfo(np.float32).min, "-3.40282346638529e+38"),
+        (np.float32, np.nan, "nan"),
+        (np.uint16, 65535, "65535 "),
+        (np.int32, -9999, "-9999"),
+    ],
+)
+def test_pixels_without_data_are_black_and_change_no_others(
+    tmp_path, dtype, value, tag
+):
+    values = np.linspace(300, 4000, 30 * 40).reshape(30, 40).astype(dtype)
+    data, whole = tmp_path / "data.tif", tmp_path / "whole.tif"
+    Image.fromarray(values[10:]).save(data)
+    values[:10] = value
+    Image.fromarray(values).save(whole, tiffinfo={42113: tag})
+
+    image = read_image(whole, "RGB", PERCENTILES)
+
+    assert not image[:10].any()
+    np.testing.assert_array_equal(image[10:], read_image(data, "RGB", PERCENTILES))
+
+
+@pytest.mark.parametrize("tag", ["", "none", "-9999"])
+def test_a_tag_of_a_value_that_no_pixel_has_changes_nothing(tmp_path, tag):
+    plain, tagged = tmp_path / "plain.tif", tmp_path / "tagged.tif"
+    values = np.linspace(300, 4000, 1200).reshape(30, 40).astype(np.uint16)
+    Image.fromarray(values).save(plain)
+    Image.fromarray(values).save(tagged, tiffinfo={42113: tag})
+
+    image = read_image(tagged, "RGB", PERCENTILES)
+
+    np.testing.assert_array_equal(image, read_image(plain, "RGB", PERCENTILES))
+
+
 def test_percentiles_leave_other_images_alone(tmp_path, turned):
     path = tmp_path / "a.png"
     pixels = np.arange(3600, dtype=np.uint8).reshape(30, 40, 3)
