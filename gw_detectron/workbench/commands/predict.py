@@ -17,7 +17,7 @@ from ...weights import detector_file
 from ...weights.opening import BEST_CHECKPOINT
 from .. import predict as prediction
 from ..console import check_folder
-from ..predict.results_folder import usual_tile
+from ..predict.results_folder import not_read_note, usual_tile
 from ..predict.tiled_predictor import STATISTICS
 from .parsers import MixedParser, add_mix_flag, new_parser
 
@@ -173,9 +173,11 @@ def _notes(
     summary: prediction.PredictionSummary,
     predictor: prediction.Predictor | prediction.TiledPredictor,
 ) -> Iterator[str]:
-    """Say which images were not predicted, or not at their size."""
+    """Say which images were not predicted, or not whole, or not at their size."""
     for name, reason in summary.failed.items():
         yield f"{name}: {reason}"
+    if summary.not_read:
+        yield not_read_note(summary.not_read)
     if summary.shrunk:
         names = summarize_names(summary.shrunk)
         tile = usual_tile(predictor.cfg)

@@ -12,6 +12,7 @@ from .image_files import (
     evenly_spread,
     find_images,
     is_deep,
+    not_read,
     open_image,
     read_image,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "evenly_spread",
     "find_images",
     "is_deep",
+    "not_read",
     "open_image",
     "read_header",
     "read_image",

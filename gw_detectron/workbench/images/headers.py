@@ -257,7 +257,7 @@ def left_out(image: Image.Image) -> str:
     parts = []
     pages = page_count(image)
     if pages > 1:
-        parts.append(f"pages 2 to {pages}")
+        parts.append("page 2" if pages == 2 else f"pages 2 to {pages}")
     tiles = getattr(image, "tile", ())  # how the pixels are stored
     if ";16" in str(tiles[:1]) and not is_deep(image):
         parts.append("the lower 8 of 16 bits of colors")

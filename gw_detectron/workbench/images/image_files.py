@@ -10,10 +10,9 @@ import hashlib
 import importlib.util
 import io
 import json
-import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -23,12 +22,11 @@ from detectron2.config import CfgNode
 from detectron2.data import detection_utils
 from detectron2.data.transforms import ResizeShortestEdge, ResizeTransform
 from detectron2.utils.file_io import PathManager
-from detectron2.utils.logger import log_first_n
 from iopath.common.file_io import PathHandler
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 from torch import Tensor
 
-from ...errors import ConfigError, DataError, MissingFileError, printable
+from ...errors import ConfigError, DataError, MissingFileError
 from . import headers
 from .headers import (
     READ_ERRORS,
@@ -70,22 +68,26 @@ def read_image(
         )
 
     with image_errors(path):
-        pixels = detection_utils.read_image(
+        return detection_utils.read_image(
             _address(path, percentiles), format=pixel_format
         )
-    _note_left_out(path)
-    return pixels
 
 
-def _note_left_out(path: str | os.PathLike[str]) -> None:
-    """Log what is not read of an image file, of the first ten such files."""
-    with image_errors(path), open_header(path) as image:
-        rest = left_out(image)
-    if rest:
-        name = printable(os.fspath(path))
-        log_first_n(
-            logging.WARNING, f"image ('{name}'): not read: {rest}", 10, name=__name__
-        )
+def not_read(path: str | os.PathLike[str]) -> str:
+    """Name what is not read of an image file of any size, or ""."""
+    with _any_size(), image_errors(path), open_header(path) as image:
+        return left_out(image)
+
+
+@contextlib.contextmanager
+def _any_size() -> Iterator[None]:
+    """Suspend Pillow's limit on pixels."""
+    limit = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
 
 
 class ImageNamingMapper:
@@ -206,19 +208,14 @@ def open_image(path: str | os.PathLike[str], percentiles: Sequence[float] = ()) 
     read window by window if rasterio is installed; others are read whole, into an array. Arguments
     and errors are those of :func:`read_image`; a damaged window is a DataError.
     """
-    limit = Image.MAX_IMAGE_PIXELS
-    Image.MAX_IMAGE_PIXELS = None  # the user knows that images are large
-    try:
+    with _any_size():  # the user knows that images are large
         if (
             importlib.util.find_spec("rasterio")
             and os.path.isfile(path)
             and _is_plain_tiff(path)
         ):
-            _note_left_out(path)
             return TiffWindows(path)
         return read_image(path, "RGB", percentiles)
-    finally:
-        Image.MAX_IMAGE_PIXELS = limit
 
 
 def _is_plain_tiff(path: str | os.PathLike[str]) -> bool:

@@ -19,9 +19,9 @@ from ..dataset.coco_content import (
     content_to_records,
 )
 from ..dataset.layouts import is_layout, read_labels
-from ..images import evenly_spread, read_image
+from ..images import evenly_spread, not_read, read_image
 from ..images.drawing import draw_record
-from .results_folder import COUNTS, PICTURES, write_counts
+from .results_folder import COUNTS, PICTURES, not_read_note, write_counts
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,10 @@ def write_preview(
             name = f"{number}_{os.fsdecode(stem)}.jpg"
             drawn = Image.fromarray(draw_record(pixels, metadata, record))
             drawn.save(folder / PICTURES / name, quality=95)
+        files = [record["file_name"] for record in chosen]
+        parts = {file: part for file in files if (part := not_read(file))}
+        if parts:
+            log.warning(not_read_note(parts))
     return len(chosen)
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +26,13 @@ from ...errors import (
     first_line,
     is_out_of_memory,
     printable,
+    summarize_names,
 )
 from ...installation import require_packages
 from ..console import progress_bar
 from ..dataset.data_fit import training_sides
 from ..dataset.metadata import classes_of
-from ..images import evaluation_sides
+from ..images import evaluation_sides, not_read
 from .pictures import Drawer, picture_name
 from .predictor import Predictor
 from .sources import ImageSource
@@ -62,6 +63,8 @@ class PredictionSummary:
     shrunk: list[str] = field(default_factory=list)
     #: sources in which the model found as many objects as it gives
     full: list[str] = field(default_factory=list)
+    #: source -> its pages or bits that are not read
+    not_read: dict[str, str] = field(default_factory=dict)
 
 
 def check_output(
@@ -180,6 +183,9 @@ class _Prediction:
         )
         with closing(Drawer(source, picture, self.predictor.metadata)) as drawer:
             for index, image in enumerate(images):
+                rest = "" if source.is_video else not_read(source.path)
+                if rest:
+                    self.summary.not_read[source.name] = rest
                 instances = self.predictor(image)
                 drawer.draw(image, instances)
                 self._add(source, index, instances)
@@ -241,6 +247,12 @@ def _coco_results(instances: Instances, image_id: int) -> _Rows:
         for result, rle in zip(results, instances.pred_masks_rle, strict=True):
             result["segmentation"] = rle | {"counts": rle["counts"].decode()}
     return results
+
+
+def not_read_note(parts: Mapping[str, str]) -> str:
+    """Count image files and name their pages or bits that are not read."""
+    names = summarize_names(f"{name} ({part})" for name, part in parts.items())
+    return f"{len(parts)} images are not read whole; not read: {names}. Fix: save each part as an image of 8 bits."
 
 
 def write_counts(path: Path, images: _Rows, categories: _Rows, objects: _Rows) -> None:

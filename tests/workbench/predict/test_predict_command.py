@@ -55,6 +55,23 @@ def test_a_threshold_above_all_scores_is_told(tmp_path, run_folder, photos, caps
     assert "Fix: give a lower one, or best" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("tiles", [[], ["--tiles", "96"]])
+def test_all_images_of_several_pages_are_counted(
+    tmp_path, run_folder, photos, capsys, tiles
+):
+    page = Image.new("L", (96, 96))
+    for number in range(12):
+        pages = [page] * (1 if number else 2)
+        page.save(photos / f"{number:02}.tif", save_all=True, append_images=pages)
+    words = ["--output", tmp_path / "out", "--device", "cpu", "--no-pictures"]
+
+    assert predict(run_folder, photos, *words, *tiles)
+
+    told = capsys.readouterr().err
+    assert "12 images are not read whole; not read: 00.tif (pages 2 to 3), 01" in told
+    assert "01.tif (page 2), 02.tif (page 2), 03.tif (page 2) and 8 more. Fix" in told
+
+
 def test_the_counts_are_those_of_the_results(tmp_path, run_folder, photos):
     output = tmp_path / "out"
     predict(
@@ -177,6 +194,17 @@ def test_a_preview_of_labels_that_know_their_photos(tmp_path):
 
     assert [path.name for path in (tmp_path / "out/pictures").iterdir()] == ["1_a.jpg"]
     assert (tmp_path / "out/counts.csv").read_text().splitlines()[-1].endswith(",1")
+
+
+def test_a_preview_names_pages_that_are_not_drawn(tmp_path, preview, caplog):
+    photo = preview.content["images"][0]["file_name"]
+    path = tmp_path / "run" / "photos" / photo
+    with Image.open(path) as image:
+        image.save(path, "TIFF", save_all=True, append_images=[image])
+
+    assert preview()
+
+    assert f"1 images are not read whole; not read: {path} (page 2)." in caplog.text
 
 
 def test_only_a_preview_of_labels_does_without_run(tmp_path, preview):
