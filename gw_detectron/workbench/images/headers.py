@@ -33,6 +33,7 @@ _NOT_IMAGES = {
     ),
 }
 _GDAL_NODATA = 42113  # a TIFF tag
+_BEGIN = 2**20  # bytes in which the pixels of a JPEG 2000 file begin
 _END = 4096  # bytes in which the mark of the end is
 
 
@@ -258,7 +259,21 @@ def left_out(image: Image.Image) -> str:
     pages = page_count(image)
     if pages > 1:
         parts.append("page 2" if pages == 2 else f"pages 2 to {pages}")
-    tiles = getattr(image, "tile", ())  # how the pixels are stored
-    if ";16" in str(tiles[:1]) and not is_deep(image):
-        parts.append("the lower 8 of 16 bits of colors")
+    bits = _color_bits(image)
+    if bits > 8:
+        parts.append(f"the lower {bits - 8} of {bits} bits of colors")
     return " and ".join(parts)
+
+
+def _color_bits(image: Any) -> int:
+    """Return the bits per channel of which Pillow reads the upper 8; 8 if it reads all."""
+    if is_deep(image):
+        return 8
+    if image.format == "JPEG2000":
+        with open(image.filename, "rb") as file:
+            begin = file.read(_BEGIN)
+        # in the marker SIZ, bits of the first channel less 1; the upper bit is the sign
+        depth = re.search(rb"(?s)\xff\x4f\xff\x51.{38}(.)", begin)
+        return max(8, 1 + (depth[1][0] & 0x7F)) if depth else 8
+    tiles = getattr(image, "tile", ())  # how the pixels are stored
+    return 16 if ";16" in str(tiles[:1]) else 8

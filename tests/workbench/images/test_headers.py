@@ -149,13 +149,22 @@ def test_pages_that_no_reader_reads_are_named(tmp_path, suffix, rest):
     assert read_header(path).left_out == not_read(path) == rest
 
 
-@pytest.mark.parametrize("suffix", ["png", "tif"])
+@pytest.mark.parametrize("suffix", ["png", "tif", "jp2"])
 def test_colors_of_16_bits_are_named(tmp_path, suffix):
     cv2 = pytest.importorskip("cv2")
     path = tmp_path / f"deep.{suffix}"
     cv2.imwrite(str(path), NOISE.astype(np.uint16) << 4)
 
     assert "lower 8 of 16 bits" in read_header(path).left_out
+
+
+@pytest.mark.parametrize("suffix", ["jp2", "j2k"])
+@pytest.mark.parametrize("bands", [NOISE, NOISE[..., 0]])
+def test_jpeg_2000_of_8_bits_is_read_whole(tmp_path, suffix, bands):
+    path = tmp_path / f"photo.{suffix}"
+    Image.fromarray(bands).save(path)
+
+    assert read_header(path) == (80, 60, "")
 
 
 def test_a_pipe_is_not_opened(tmp_path):
