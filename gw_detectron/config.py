@@ -44,8 +44,11 @@ _DEFAULTS = {
 }
 # keys of earlier versions, which configs of their runs have; a warning says that they are ignored
 _REMOVED = ("TRACKER", "INPUT.SCALE_PER_BATCH")
-#: of a yaml whose aliases are expanded; Detectron2's largest configs have some hundred
-_MOST_NODES = 1_000_000
+#: of a yaml whose aliases are expanded; Detectron2's configs have some ten thousand
+_MOST_CHARACTERS = 10_000_000
+_LEAST_CHARACTERS = 10  # that a value counts as
+#: of an integer; Python prints no integer of more than 4300 digits
+_LONGEST_INTEGER = 1000
 
 
 def add_gw_config(cfg: CfgNode) -> None:
@@ -324,9 +327,10 @@ def parse_config(text: str, name: str) -> dict[str, Any]:
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """Load plain values, and refuse aliases that stand for more nodes than memory holds, or for themselves.
+    """Load plain values, and refuse aliases that stand for more text than memory holds, or for themselves.
 
-    Nine lines of aliases to the line above, ten in each, are a billion values.
+    Nine lines of aliases to the line above, ten in each, are a billion values. Integers that Python cannot print are
+    refused, too.
     """
 
     def __init__(self, stream: str) -> None:
@@ -336,7 +340,14 @@ class _BoundedLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         node = super().compose_node(parent, index)
         is_unfinished = node.end_mark is None  # an alias to a node that contains it
-        self._sizes[parent] += self._sizes[node] + 1
-        if is_unfinished or self._sizes[parent] > _MOST_NODES:
-            raise yaml.YAMLError(f"aliases expand to more than {_MOST_NODES} values")
+        length = len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+        if node.tag.endswith(":int") and length > _LONGEST_INTEGER:
+            raise yaml.YAMLError(
+                f"an integer of more than {_LONGEST_INTEGER} characters"
+            )
+        self._sizes[parent] += self._sizes[node] + max(length, _LEAST_CHARACTERS)
+        if is_unfinished or self._sizes[parent] > _MOST_CHARACTERS:
+            raise yaml.YAMLError(
+                f"more than {_MOST_CHARACTERS} characters with aliases expanded"
+            )
         return node

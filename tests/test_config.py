@@ -127,6 +127,26 @@ def test_aliases_count_as_what_they_stand_for():
         parse_config(f"a: &a [1, 2]\nb: [{many}]", "name")
 
 
+@pytest.mark.parametrize("values", ["[{}]", "{{x: [{}]}}", "[[{}]]"])
+def test_aliases_to_a_long_text_are_refused(values):
+    text = "x" * 300_000
+    few, many = (", ".join(["*a"] * count) for count in (30, 40))
+
+    assert parse_config(f"a: &a {text}\nb: [{few}]", "name")["b"] == [text] * 30
+    with pytest.raises(ConfigError, match=r"'name'.*alias"):
+        parse_config(f"a: &a {text}\nb: {values.format(many)}", "name")
+
+
+@pytest.mark.parametrize(
+    "number", ["0x" + "f" * 20_000, ":".join(["59"] * 3000), "9" * 4000]
+)
+@pytest.mark.parametrize("read", [read_config, read_datasets])
+def test_integers_that_python_does_not_print_are_refused(tmp_path, number, read):
+    path = write(tmp_path, f"SEED: {number}\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml'.*an integer"):
+        read(path)
+
+
 def test_a_wrong_value_of_datasets_yaml_is_shown_in_short(tmp_path):
     path = write(tmp_path, f"train: {{photos: {[['x'] * 99] * 99}}}")
     with pytest.raises(ConfigError, match=r"train\.photos") as raised:
