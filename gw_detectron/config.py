@@ -47,6 +47,8 @@ _REMOVED = ("TRACKER", "INPUT.SCALE_PER_BATCH")
 #: of a yaml whose aliases are expanded; Detectron2's configs have some ten thousand
 _MOST_CHARACTERS = 10_000_000
 _LEAST_CHARACTERS = 10  # that a value counts as
+#: by lists of bases, ten files can be read a billion times
+_MOST_LAYERS = 100
 #: of an integer; Python prints no integer of more than 4300 digits
 _LONGEST_INTEGER = 1000
 
@@ -265,15 +267,31 @@ class _Reader(CfgNode):
 
 def _layers(path: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the path and the keys of a yaml and, before it, of the files that it names as ``_BASE_``."""
-    tree = parse_config(Path(path).read_text("utf-8"), path)
-    bases = tree.pop("_BASE_", [])
-    if isinstance(bases, str):
-        bases = [bases]
-
     layers = []
-    for base in bases:
-        layers += _layers(_find_base(base, os.path.dirname(path)))
-    return [*layers, (path, tree)]
+    waiting = [path]
+    while waiting:  # from the last layer to the first
+        file = waiting.pop()
+        tree = parse_config(Path(file).read_text("utf-8"), file)
+        bases = _read_bases(tree, file)
+        layers.append((file, tree))
+        waiting += [_find_base(base, os.path.dirname(file)) for base in bases]
+        if len(layers) + len(waiting) > _MOST_LAYERS:
+            raise ConfigError(
+                f"'{path}': reads more than {_MOST_LAYERS} files by _BASE_. Fix: name fewer, and none that leads back "
+                "to itself."
+            )
+    return layers[::-1]
+
+
+def _read_bases(tree: dict[str, Any], file: str) -> list[str]:
+    """Remove ``_BASE_`` from the keys of a file, and return the files that it names."""
+    given = tree.pop("_BASE_", [])
+    bases = [given] if isinstance(given, str) else given
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(
+            f"'{file}': _BASE_ ({given!s:.80}): not a file or a list of files. Fix: write e.g. _BASE_: base.yaml."
+        )
+    return bases
 
 
 def _find_base(base: str, folder: str) -> str:

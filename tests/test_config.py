@@ -3,6 +3,7 @@
 import pytest
 from detectron2 import model_zoo
 
+from gw_detectron import config
 from gw_detectron.config import (
     changed_config,
     list_configs,
@@ -188,6 +189,43 @@ def test_a_base_may_be_a_list_and_the_name_of_a_shipped_config(tmp_path):
     assert cfg.SEED == 4
     assert cfg.SOLVER.MAX_ITER == 9
     assert cfg.MODEL.RESNETS.DEPTH == 18
+
+
+def test_bases_of_lists_are_read_in_their_order(tmp_path):
+    for name, bases in {"a": "[b, c]", "b": "[d, e]", "c": "[f]"}.items():
+        write(tmp_path, f"_BASE_: {bases}\nSEED: 1\n", name)
+    for number, name in enumerate("def"):
+        write(tmp_path, f"SEED: {number}\n", name)
+
+    layers = config._layers(str(tmp_path / "a"))
+
+    assert "".join(path[-1] for path, _ in layers) == "debfca"
+
+
+def test_bases_that_are_read_a_billion_times_are_refused(tmp_path, monkeypatch):
+    read = []
+    parse = config.parse_config
+    monkeypatch.setattr(
+        config,
+        "parse_config",
+        lambda text, name: read.append(name) or parse(text, name),
+    )
+    write(tmp_path, "SEED: 1\n", "b0.yaml")
+    for level in range(1, 10):
+        below = ", ".join([f"b{level - 1}.yaml"] * 10)
+        write(tmp_path, f"_BASE_: [{below}]\n", f"b{level}.yaml")
+
+    with pytest.raises(ConfigError, match=r"b9\.yaml.*100 files by _BASE_.* Fix: "):
+        read_config(tmp_path / "b9.yaml")
+
+    assert len(read) <= 100
+
+
+@pytest.mark.parametrize("base", ["5", "{a: b}", "[[a.yaml]]", "[3]", ""])
+def test_a_base_that_is_no_file_is_refused(tmp_path, base):
+    path = write(tmp_path, f"_BASE_: {base}\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml': _BASE_ .* Fix: "):
+        read_config(path)
 
 
 @pytest.mark.parametrize(
