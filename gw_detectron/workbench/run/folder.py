@@ -91,7 +91,14 @@ def check_output(
     keeps: bool,
     best: str = "",
 ) -> None:
-    """Check that a run finds the checkpoint it continues from, and overwrites none that it ``keeps``."""
+    """Check that a run finds its checkpoint, overwrites none that it ``keeps``, and can write its folders."""
+    for name in ("datasets", *_FOLDERS):
+        path = Path(folder, name)
+        if path.is_symlink() and not path.exists():
+            report.errors.append(
+                f"OUTPUT_DIR: '{path}' is a link to '{os.readlink(path)}', which does not exist. Fix: mount or create "
+                "that folder, or remove the link."
+            )
     has_best = Path(folder, BEST_CHECKPOINT).is_file()
     if start.resumed:
         if start.error:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -281,6 +282,26 @@ def output_errors(folder, resume):
     report = CheckReport()
     check_output(str(folder), LazyCheckpoint(), report, resume=resume, keeps=True)
     return report.errors
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["inference", "datasets", "inference_TTA"])
+def test_a_link_to_a_folder_that_is_gone_is_refused_before_a_run(
+    earlier, small_dataset, name, overwrite
+):
+    shutil.rmtree(earlier / name, ignore_errors=True)
+    (earlier / name).symlink_to(earlier / "unmounted")
+    before = names(earlier)
+    flags = ["--overwrite"] if overwrite else []
+
+    with pytest.raises(
+        PreflightError, match=rf"'.*/{name}' is a link to '.*unmounted'"
+    ):
+        main(arguments(earlier, *flags, **SHORT))
+
+    assert set(names(earlier)) == {*before, ".training.lock"}
+    (earlier / "unmounted").mkdir()
+    assert "unmounted" not in str(output_errors(earlier, resume=False))
 
 
 def test_a_link_to_a_checkpoint_that_was_moved_away(tmp_path):
