@@ -145,7 +145,8 @@ def stale_output(
     These are results of an evaluation, on request also the ``metrics`` and events, to which a new run would
     append, the ``best`` weights of a run without a checkpoint, or ``everything`` of an earlier run
     but its log. A checkpoint that is ``needed`` by the new run is left out. If commands would take it
-    for the new run's, or a needed file is in a folder to remove, it is a ConfigError.
+    for the new run's, or a needed file is in a folder to remove, it is a ConfigError. So are linked metrics: a
+    trainer opens them, and then empties what it has opened.
     """
     patterns = list(_EVALUATION)
     if metrics:
@@ -160,6 +161,11 @@ def stale_output(
     for path in dict.fromkeys(
         path for pattern in patterns for path in Path(folder).glob(pattern)
     ):
+        if path.name == METRICS and path.is_symlink():
+            raise ConfigError(
+                f"OUTPUT_DIR: '{path}' is a link, and a new run would empty '{path.resolve()}'. Fix: remove the link, "
+                "or give another OUTPUT_DIR."
+            )
         inside = [file for file in kept if file.is_relative_to(path.resolve())]
         if not inside:
             stale.append(path)

@@ -304,6 +304,20 @@ def test_a_link_to_a_folder_that_is_gone_is_refused_before_a_run(
     assert "unmounted" not in str(output_errors(earlier, resume=False))
 
 
+@pytest.mark.parametrize("options", [{"metrics": True}, {"everything": True}])
+def test_linked_metrics_are_not_emptied(earlier, tmp_path_factory, options):
+    """The trainer has opened the target when the run begins."""
+    target = tmp_path_factory.mktemp("elsewhere") / "metrics.json"
+    (earlier / "metrics.json").rename(target)
+    (earlier / "metrics.json").symlink_to(target)
+
+    with pytest.raises(ConfigError, match=rf"is a link.*'{target}'.* Fix: "):
+        clear(earlier, **options)
+
+    assert target.read_text() == "earlier"
+    clear(earlier)  # a resumed run goes on there
+
+
 def test_a_link_to_a_checkpoint_that_was_moved_away(tmp_path):
     (tmp_path / "model_final.pth").symlink_to(tmp_path / "gone.pth")
 
