@@ -72,6 +72,16 @@ def local_path(address: str, key: str) -> str:
     return path
 
 
+def refetch_hint(address: str) -> str:
+    """Return how to fetch an address again whose file in the download cache is bad, or ""."""
+    if "://" not in address:
+        return ""
+    path = os.path.realpath(PathManager.get_local_path(address))
+    if not Path(path).is_relative_to(os.path.realpath(get_cache_dir())):
+        return ""
+    return f" To fetch '{address}' again, delete '{path}'."
+
+
 def check_address(address: str) -> None:
     """Raise RefusedFileError if a remote address has ``..`` between slashes, in any spelling.
 
@@ -96,10 +106,10 @@ def check_address(address: str) -> None:
 
 
 class CachedURLHandler(HTTPURLHandler):
-    """Download into the cache of iopath only, with a folder for each host.
+    """Download into the cache of iopath only, with a folder for each scheme and host.
 
     iopath's own handler follows ``..`` and links out of the cache, and takes a file from one host
-    for the file of the same path on another host.
+    for the file of the same path on another host, and one from ``http://`` for one from ``https://``.
     """
 
     def _get_local_path(
@@ -113,8 +123,10 @@ class CachedURLHandler(HTTPURLHandler):
         url = urlsplit(path)
         cache = get_cache_dir(cache_dir)
         folder = cache
-        if url.hostname != _DETECTRON2_HOST:
-            folder = os.path.join(cache, "urls", re.sub(r"[^\w.-]", "_", url.netloc))
+        if (url.scheme, url.hostname) != ("https", _DETECTRON2_HOST):
+            schemes = "urls" if url.scheme == "https" else f"urls_{url.scheme}"
+            host = re.sub(r"[^\w.-]", "_", url.netloc)
+            folder = os.path.join(cache, schemes, host)
 
         name = path.split("/")[-1]
         target = os.path.join(folder, os.path.dirname(url.path.lstrip("/")), name)

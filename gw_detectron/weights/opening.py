@@ -16,7 +16,7 @@ from ..errors import (
     UserError,
     WeightsFileError,
 )
-from .fetching import local_path
+from .fetching import local_path, refetch_hint
 from .network_record import ZOO_DETECTOR, NetworkRecord, read_network_record
 from .reading import FileContent, named_tensors, read_weights_file
 
@@ -202,7 +202,7 @@ def open_checkpoint(
     try:
         content = read_weights_file(path)
     except (WeightsFileError, FileAccessError) as error:
-        raise type(error)(f"{key}: {error}") from error
+        raise type(error)(f"{key}: {error}{refetch_hint(location)}") from error
 
     try:
         model, metadata = _model_and_metadata(content, path)

@@ -16,6 +16,7 @@ from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathManager
 
 from ...errors import DataError, kind_of_file, printable, summarize_names
+from ...weights.fetching import refetch_hint
 from .geometry import compressed, is_polygon, is_run_length, mask_boxes, wrong_areas
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -57,17 +58,18 @@ def read_json(path: str) -> Any:
         return json.loads(text.decode())
     # ValueError: also a number of thousands of digits
     except (ValueError, RecursionError) as error:
-        kind = kind_of_file(text[:1000])
-        if kind:
-            raise DataError(f"'{path}': not a json: {kind}.") from error
-        if not path.lower().endswith(".json"):
-            raise DataError(
-                f"'{path}': not a json. Fix: give a COCO json, or labels of Pascal VOC or YOLO, or masks, as a folder."
-            ) from error
-        mark = " without a byte order mark" if text.startswith(codecs.BOM_UTF8) else ""
-        raise DataError(
-            f"'{path}': invalid JSON: {error}. Fix: give JSON in UTF-8{mark}, not compressed."
-        ) from error
+        reason = _json_problem(path, text, error)
+        raise DataError(f"'{path}': {reason}{refetch_hint(path)}") from error
+
+
+def _json_problem(path: str, text: bytes, error: Exception) -> str:
+    kind = kind_of_file(text[:1000])
+    if kind:
+        return f"not a json: {kind}."
+    if not path.lower().endswith(".json"):
+        return "not a json. Fix: give a COCO json, or labels of Pascal VOC or YOLO, or masks, as a folder."
+    mark = " without a byte order mark" if text.startswith(codecs.BOM_UTF8) else ""
+    return f"invalid JSON: {error}. Fix: give JSON in UTF-8{mark}, not compressed."
 
 
 def category_names(content: Any) -> dict[int, str]:
