@@ -118,8 +118,12 @@ def _note_changed_labels(record: Path) -> None:
 
 
 def _read_sources(record: Path) -> dict[str, list[str]]:
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(record.read_text())
+    """Return file and digest by the name of a dataset; {} of a record that is missing or of another form."""
+    with contextlib.suppress(OSError, RecursionError, *MALFORMED):
+        sources = json.loads(record.read_text())
+        return {
+            name: [str(file), str(digest)] for name, (file, digest) in sources.items()
+        }
     return {}
 
 

@@ -19,6 +19,10 @@ from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.dataset import source
 from gw_detectron.workbench.run import Trainer
 from gw_detectron.workbench.run.checks import check_run
+from gw_detectron.workbench.run.run_datasets import (
+    record_sources,
+    use_recorded_datasets,
+)
 
 from ...photos import photo_names, write_photos
 from ...tiny_run import arguments, config_of
@@ -329,6 +333,22 @@ def test_added_images_are_split_by_the_same_rule(cfg_of, begun):
 
     records = DatasetCatalog.get("custom_train")
     assert len(records) > len(before["images"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["null", "3", '["a"]', '{"custom_val": [1]}', '{"custom_val": null}', 10**5 * "["],
+    ids=lambda text: text[:20],
+)
+def test_a_record_of_sources_of_another_form_is_none(begun, text):
+    (begun / "sources.json").write_text(text)
+    cfg = read_config(begun / "config.yaml")
+
+    use_recorded_datasets(cfg, begun / "config.yaml", str(begun / "inference"))
+    record_sources(cfg, str(begun))
+
+    assert source.own_sources(["custom_val"])["custom_val"].notes == []
+    assert set(read_json(begun / "sources.json")) == {"custom_train", "custom_val"}
 
 
 def test_a_run_folder_is_enough_to_evaluate(tmp_path, split_flags, one_thread):
