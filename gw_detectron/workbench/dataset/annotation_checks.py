@@ -3,7 +3,7 @@
 import os
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,17 +91,25 @@ def _check_images(reader: RecordReader, images: Sequence[dict]) -> dict[Any, dic
 
     if not by_id:
         raise DataError("images: the list is empty")
-    if len({type(number) for number in by_id}) > 1:
-        raise DataError(
-            "images: some ids are numbers and some texts. Fix: number them from 1."
-        )
+    _check_kinds(by_id, "images")
     return by_id
 
 
 def _check_id(number: Any, kind: str) -> None:
-    if isinstance(number, (int, float)) and abs(number) > LARGEST_ID:
+    if isinstance(number, str):
+        return
+    # not true of NaN
+    if not (isinstance(number, (int, float)) and abs(number) <= LARGEST_ID):
         raise DataError(
-            f"{kind} {number}: the id is above 2^53, which the evaluation cannot store. Fix: number them from 1."
+            f"{kind} {number!s:.80}: the id is neither a text nor a number up to 2^53, and the evaluation cannot store "
+            "others. Fix: number them from 1."
+        )
+
+
+def _check_kinds(ids: Iterable[Any], name: str) -> None:
+    if len({isinstance(number, str) for number in ids}) > 1:
+        raise DataError(
+            f"{name}: some ids are numbers and some texts. Fix: number them from 1."
         )
 
 
@@ -125,6 +133,7 @@ def _check_categories(
                 f"{_LONGEST_NAME} characters. Fix: rename it."
             )
         names[number] = name
+    _check_kinds(names, "categories")
     return names
 
 

@@ -385,6 +385,32 @@ def test_a_malformed_record_is_shown(kind, index, changes, needs):
 
 
 @NEEDS
+@pytest.mark.parametrize("kind", ["images", "categories"])
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (None, "2^53"),
+        (math.nan, "2^53"),
+        (-math.inf, "2^53"),
+        (2**53 + 1, "2^53"),
+        (10**400, "2^53"),
+        ([7], "2^53"),
+        ({}, "2^53"),
+        ("7", "some texts"),
+    ],
+)
+def test_ids_that_the_evaluation_cannot_store_are_refused(kind, number, words, needs):
+    content = coco_content()
+    content[kind][0]["id"] = number
+
+    with pytest.raises(DataError) as raised:
+        coco_faults(content, needs)
+
+    assert words in str(raised.value)
+    assert str(raised.value).endswith("Fix: number them from 1.")
+
+
+@NEEDS
 @pytest.mark.parametrize(
     ("kind", "record"), [("images", {}), ("categories", {}), ("annotations", 3)]
 )
