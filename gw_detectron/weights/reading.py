@@ -30,6 +30,8 @@ SAVE_AGAIN = "Fix: save {'model': model.state_dict()} with torch.save, as a .pth
 _GET_AGAIN = "Fix: get the file again."
 #: first bytes of torch.save's files before torch 1.6
 _LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
+#: first bytes of a dict in pickles of protocols 0 and 1, which have no header
+_DICT_PICKLE = rb"(?s)\(dp\d+\n|\}q.|ccollections\n"
 
 
 class FileContent(NamedTuple):
@@ -96,7 +98,7 @@ def _read(file: IO[bytes]) -> FileContent:
         _check_members(file)
     if begin.startswith((b"PK", _LEGACY_TORCH)):
         return FileContent(_load_torch(file), "torch", size)
-    if begin.startswith(b"\x80"):
+    if begin.startswith(b"\x80") or re.match(_DICT_PICKLE, begin):
         # latin1 decodes the strings and arrays of Python 2 in old Detectron files
         return FileContent(_Unpickler(file, encoding="latin1").load(), "pickle", size)
 

@@ -86,15 +86,16 @@ def test_reads_what_training_scripts_keep_beside_the_weights(
     assert torch.equal(content["mean"], torch.ones(3))
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_reads_arrays_of_every_shape_and_order(tmp_path, protocol):
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+@pytest.mark.parametrize("protocol", range(6))
+def test_reads_arrays_of_every_shape_and_order(tmp_path, protocol, kind):
     arrays = {
         "rows": np.arange(6, dtype=np.float32).reshape(2, 3),
         "columns": np.asfortranarray(np.arange(6, dtype=np.float64).reshape(2, 3)),
         "big endian": np.arange(4, dtype=">i4"),
         "single": np.array(3, dtype=np.uint8),
     }
-    (tmp_path / "a.pkl").write_bytes(pickle.dumps(arrays, protocol=protocol))
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(kind(arrays), protocol=protocol))
 
     tensors = tensors_of(tmp_path / "a.pkl")
 
@@ -144,7 +145,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("forced", [False, True])
-@pytest.mark.parametrize("kind", ["archive", "legacy", "pickle"])
+@pytest.mark.parametrize("kind", ["archive", "legacy", 0, 1, 4])
 @pytest.mark.parametrize("place", ["value", "beside", "key"])
 def test_malicious_pickle_is_refused_and_not_run(
     kind, place, forced, tmp_path, monkeypatch
@@ -158,8 +159,8 @@ def test_malicious_pickle_is_refused_and_not_run(
         "key": {"model": {}, (evil,): 1},
     }[place]
     path = tmp_path / "a.pth"
-    if kind == "pickle":
-        path.write_bytes(pickle.dumps(content))
+    if isinstance(kind, int):
+        path.write_bytes(pickle.dumps(content, protocol=kind))
     else:
         torch.save(content, path, _use_new_zipfile_serialization=kind == "archive")
 
