@@ -103,6 +103,19 @@ def test_a_file_that_is_no_config_is_refused(tmp_path, text):
         read_config(path)
 
 
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("MODEL.WEIGHTS", "MODEL: {WEIGHTS: null}"),
+        ("OUTPUT_DIR", "OUTPUT_DIR: null"),
+    ],
+)
+def test_none_is_no_text(tmp_path, key, text):
+    for config_file, opts in [(CONFIG, [key, "None"]), (write(tmp_path, text), [])]:
+        with pytest.raises(ConfigError, match=f'{key} .None.: .* Fix: write ""'):
+            read_config(config_file, opts)
+
+
 def billion_laughs():
     """400 bytes that stand for a billion values."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
