@@ -239,7 +239,8 @@ def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
         places = {
             image["id"]: _place(image["file_name"]) for image in content["images"]
         }
-        owners = [annotation["image_id"] for annotation in content["annotations"]]
+        # an annotation of an unknown image stays in the training, whose check names it
+        owners = [places.get(a["image_id"], 1.0) for a in content["annotations"]]
     except MALFORMED:
         return content, content
 
@@ -250,13 +251,11 @@ def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
         )
     border = min(max(val_fraction, ranked[1]), ranked[-1])
 
-    is_val = {number: place < border for number, place in places.items()}
     parts = []
     for side in (False, True):
-        images = [i for i in content["images"] if is_val[i["id"]] is side]
-        # an annotation of an unknown image stays in the training, whose check names it
+        images = [i for i in content["images"] if (places[i["id"]] < border) is side]
         pairs = zip(content["annotations"], owners, strict=True)
-        annotations = [a for a, owner in pairs if is_val.get(owner, False) is side]
+        annotations = [a for a, place in pairs if (place < border) is side]
         parts.append({**content, "images": images, "annotations": annotations})
     return parts[0], parts[1]
 

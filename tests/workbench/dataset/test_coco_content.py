@@ -146,6 +146,10 @@ DAMAGED = [
         "images": [{"id": 1, "file_name": "a"}, {"id": 2, "file_name": "b"}],
         "annotations": [{"bbox": "1 2 3 4"}],
     },
+    {
+        "images": [{"id": 1, "file_name": "a"}, {"id": 2, "file_name": "b"}],
+        "annotations": [{"image_id": [1]}],
+    },
 ]
 
 
