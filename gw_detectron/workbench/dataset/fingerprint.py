@@ -174,8 +174,8 @@ def join_fingerprints(parts: Sequence[Fingerprint]) -> Fingerprint:
 
 def _size(image: dict[str, Any]) -> tuple[float, float]:
     width, height = float(image["width"]), float(image["height"])
-    if not (width >= 1 and height >= 1):
-        raise ValueError("width or height is not 1 or more")
+    if not (1 <= width < math.inf and 1 <= height < math.inf):
+        raise ValueError("width or height is not a number of 1 or more")
     return width, height
 
 

@@ -130,7 +130,12 @@ def test_files_of_one_training_are_added_up():
 
 @pytest.mark.parametrize(
     "content",
-    [[], {"images": []}, {"images": [{}], "annotations": [], "categories": []}],
+    [
+        [],
+        {"images": []},
+        {"images": [{}], "annotations": [], "categories": []},
+        {"images": [{"id": 1, "width": float("inf"), "height": 9}], "categories": []},
+    ],
 )
 def test_other_contents_are_refused(content):
     with pytest.raises(DataError, match="COCO"):
