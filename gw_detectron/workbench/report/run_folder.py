@@ -27,6 +27,7 @@ from ...weights import best_checkpoint, read_weights_file
 from ...weights.opening import BEST_CHECKPOINT
 from ..dataset.coco_scores import COCO_TASKS
 from ..dataset.source import own_source
+from ..run.evaluation import drop_info
 from ..run.folder import (
     BEST_PREDICTIONS,
     CONVERTED,
@@ -212,6 +213,7 @@ class RunFolder:
         json_file = MetadataCatalog.get(self.dataset).get("json_file", str(converted))
         with contextlib.redirect_stdout(io.StringIO()):
             truth = COCO(PathManager.get_local_path(json_file))
+        drop_info(truth)
         if not truth.anns:
             raise DataError(
                 f"'{json_file}': no annotations. Fix: evaluate on images with objects."

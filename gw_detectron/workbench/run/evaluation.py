@@ -45,8 +45,7 @@ class DenseCOCOEvaluator(COCOEvaluator):
 
     def __init__(self, dataset_name: str, detections: int, **options: Any) -> None:
         super().__init__(dataset_name, **options)
-        # pycocotools 2.0.9 and 2.0.10 read it
-        self._coco_api.dataset.setdefault("info", {})
+        drop_info(self._coco_api)
         # faster-coco-eval takes only integers
         keys = (*self._coco_api.imgs, *self._coco_api.cats)
         self._use_fast_impl &= all(isinstance(key, int) for key in keys)
@@ -75,6 +74,14 @@ class DenseCOCOEvaluator(COCOEvaluator):
                 results[name],
             )
         return results
+
+
+def drop_info(truth: Any) -> None:
+    """Empty the ``info`` of a COCO object.
+
+    pycocotools copies it for nothing, which fails if it is deeply nested; 2.0.9 and 2.0.10 also need one.
+    """
+    truth.dataset["info"] = {}
 
 
 def dense_average_precision(evaluation: Any, name: str) -> float:

@@ -122,6 +122,14 @@ def test_annotations_of_a_dataset_that_was_registered_in_python(folder):
     assert len(run.detections.truth.anns) == IMAGES * OBJECTS
 
 
+def test_an_info_that_pycocotools_cannot_copy_is_not_read(folder):
+    path = folder / "annotations.json"
+    change_json(path, lambda content: {**content, "info": "DEEP"})
+    path.write_text(path.read_text().replace('"DEEP"', "[" * 600 + "]" * 600))
+
+    assert RunFolder(folder).detections.scores("bbox")["AP"] > 13
+
+
 def test_a_run_of_a_comparison_tells_what_it_does_not_keep(folder):
     shutil.rmtree(folder / "inference")
     (folder / "result.json").write_text("{}")

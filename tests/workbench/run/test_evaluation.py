@@ -130,6 +130,16 @@ def test_an_ap_is_added_only_beyond_the_limit_of_the_task(crowded, task, count, 
     assert all(scores[name] > scores["AP"] + 10 for name in names)
 
 
+def test_an_info_that_pycocotools_cannot_copy_is_not_evaluated(crowded):
+    path = crowded(5)
+    content = json.dumps({**crowded_images(5), "info": "DEEP"})
+    path.write_text(content.replace('"DEEP"', "[" * 600 + "]" * 600))
+
+    scores, _ = evaluate(path, "bbox")
+
+    assert scores["AP"] > 50
+
+
 def test_a_python_dataset_whose_ids_are_names_stays_as_it_is(tmp_path, caplog):
     annotation = {
         "bbox": [5, 5, 25, 25],
