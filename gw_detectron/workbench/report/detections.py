@@ -287,15 +287,16 @@ def is_usable_result(row: Any, truth: COCO) -> bool:
         category = truth.cats[row["category_id"]]
         points = row.get("keypoints", [])
         is_finite = all(map(math.isfinite, [row["score"], *row["bbox"], *points]))
-        expected = 4 + 3 * len(category["keypoints"] if points else [])
+        is_number = not isinstance(row["score"], bool)  # numpy cannot negate true
+        expected = 4 + 3 * len(category["keypoints"] if "keypoints" in row else [])
         is_complete = len(row["bbox"]) + len(points) == expected
 
-        mask = row.get("segmentation")
         size = (image["height"], image["width"])
-        has_mask = mask is None or (
-            is_run_length(mask, size) and isinstance(mask["counts"], str)
+        has_mask = "segmentation" not in row or (
+            is_run_length(row["segmentation"], size)
+            and isinstance(row["segmentation"]["counts"], str)
         )
-        return is_finite and is_complete and has_mask
+        return is_finite and is_number and is_complete and has_mask
     except (ArithmeticError, LookupError, TypeError, AttributeError):
         return False
 

@@ -86,10 +86,13 @@ def with_values(**values):
         (lambda path: change_json(path, with_values(category_id=7)), "12 of 12"),
         (lambda path: change_json(path, with_values(score="a")), "12 of 12"),
         (lambda path: change_json(path, with_values(score=float("nan"))), "12 of 12"),
+        (lambda path: change_json(path, with_values(score=True)), "12 of 12"),
         (lambda path: change_json(path, with_values(bbox=[1, 2, 3])), "12 of 12"),
         (lambda path: change_json(path, with_values(bbox=None)), "12 of 12"),
+        (lambda path: change_json(path, with_values(segmentation=None)), "12 of 12"),
         (lambda path: change_json(path, with_values(segmentation=HUGE)), "12 of 12"),
         (lambda path: change_json(path, with_values(segmentation=DAMAGED)), "12 of 12"),
+        (lambda path: change_json(path, with_values(keypoints=[])), "12 of 12"),
         (lambda path: change_json(path, with_values(keypoints=[1, 2, 3])), "12 of 12"),
     ],
 )
