@@ -191,17 +191,18 @@ def remove_files(paths: Iterable[Path]) -> None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the metrics of a run: one dict per iteration, in order; none without the file.
 
-    A line cut off by a kill, or without an iteration, is skipped. If a resumed run repeated an iteration, the later
-    record counts.
+    A line cut off by a kill, without an iteration, or with an integer beyond float64 is skipped. If a resumed run
+    repeated an iteration, the later record counts.
     """
     if not path.is_file():
         return []
     by_iteration: dict[int, dict[str, Any]] = {}
     for line in path.read_text(errors="replace").splitlines():
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_int=lambda digits: int(float(digits)))
             iteration = operator.index(record["iteration"])
             by_iteration.setdefault(iteration, {}).update(record)
-        except (ValueError, KeyError, TypeError):  # no JSON, or of other software
+        # no JSON, of other software, or damaged
+        except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
             continue
     return [by_iteration[iteration] for iteration in sorted(by_iteration)]

@@ -130,6 +130,14 @@ def test_metrics_of_other_software_are_skipped(tmp_path):
     assert read_metrics(path) == [{"iteration": 3, "lr": 0.1}]
 
 
+@pytest.mark.parametrize("value", ["9" * 400, "9" * 5000, "[" * 5000 + "]" * 5000])
+def test_metrics_that_cannot_be_read_or_plotted_are_skipped(tmp_path, value):
+    path = tmp_path / "metrics.json"
+    path.write_text(f'{{"iteration": 1, "lr": {value}}}\n{{"iteration": 2, "lr": 7}}\n')
+
+    assert read_metrics(path) == [{"iteration": 2, "lr": 7}]
+
+
 EARLIER = (
     "config.yaml",
     "events.out.tfevents.1",
