@@ -29,6 +29,9 @@ _LOST_WORKER = re.compile(
     r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)"
 )
 
+_READER_ENDED = (errno.EPIPE, errno.EIO)  # of a pipe, and of a terminal
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 @contextlib.contextmanager
 def errors_reported() -> Iterator[None]:
@@ -37,7 +40,7 @@ def errors_reported() -> Iterator[None]:
     The exit status is 1, or 128 + the number of the signal: 143 (SIGTERM), 129 (SIGHUP), 130
     (Ctrl-C).
     """
-    with _readers_may_end(), _failures_reported():
+    with _output_may_end(), _failures_reported():
         yield
 
 
@@ -133,7 +136,7 @@ def safe_imports() -> Iterator[None]:
 
 
 class _Output:
-    """A stream that goes to the null device once its reader has ended, as ``head`` does.
+    """A stream that goes to the null device once its reader has ended, as ``head`` does, or its disk is full.
 
     The reader may be a terminal, too. Without a stream (``>&-``), all goes to the null device.
     """
@@ -145,30 +148,36 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._null_device_after_reader():
+        with self._null_device_after_errors():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._null_device_after_reader():
+        with self._null_device_after_errors():
             self._stream.flush()
 
     @contextlib.contextmanager
-    def _null_device_after_reader(self) -> Iterator[None]:
+    def _null_device_after_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            # of a pipe, and of a terminal
-            if error.errno not in (errno.EPIPE, errno.EIO):
+            if error.errno not in (*_READER_ENDED, *_DISK_FULL):
                 raise
             null_device = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null_device, self._stream.fileno())
             os.close(null_device)
+            if error.errno in _DISK_FULL:
+                print(
+                    f"{self._stream.name}: {error.strerror}. The command goes on without this output. Fix: free disk "
+                    "space.",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 @contextlib.contextmanager
-def _readers_may_end() -> Iterator[None]:
-    """Go on in the body without output, in libraries as well, if a reader of it ends."""
+def _output_may_end() -> Iterator[None]:
+    """Go on in the body without output, in libraries as well, if a reader of it ends or its disk is full."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a terminal of ASCII shows other characters as escapes, as stderr does
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -80,6 +80,38 @@ def test_a_program_goes_on_without_its_terminal_or_pipe(tmp_path, connect):
     assert (tmp_path / "done").exists()
 
 
+ON_A_FULL_DISK = """
+import logging, sys
+from gw_detectron.workbench.console import errors_reported
+with errors_reported():
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO)
+    for stream in (sys.stdout, sys.stderr) * 2:
+        logging.info("step")
+        print("step", file=stream, flush=True)
+    raise FileNotFoundError("no step is lost")
+"""
+
+
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+def test_a_program_goes_on_if_the_disk_of_its_output_is_full(full):
+    with open("/dev/full", "w") as device:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: device}
+        done = subprocess.run(
+            [sys.executable, "-c", ON_A_FULL_DISK],
+            env={"PYTHONPATH": ":".join(sys.path)},
+            text=True,
+            **streams,
+        )
+
+    assert done.returncode == 1
+    if full == "stderr":
+        assert done.stdout == "INFO:root:step\nstep\nINFO:root:step\n" * 2
+    else:
+        first, *others = done.stderr.splitlines()
+        assert first.startswith("<stdout>: No space left on device. ")
+        assert others == ["step", "step", "", "Error: no step is lost"]
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_output_may_be_closed(closed):
     script = 'exec "$0" -c "$1" ' + closed
