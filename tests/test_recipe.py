@@ -303,6 +303,15 @@ def test_data_without_an_object_to_learn_are_refused(tmp_path, data):
         recipe(tmp_path, data)
 
 
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [({"shapes": []}, "no list images"), ({"images": []}, "not in COCO format")],
+)
+def test_another_format_is_refused_with_a_fix(tmp_path, data, words):
+    with pytest.raises(DataError, match=f"data.json': .*{words}.* Fix: "):
+        recipe(tmp_path, data)
+
+
 @pytest.mark.parametrize("epochs", [0, -1, np.inf, np.nan])
 def test_epochs_are_above_zero(tmp_path, epochs):
     with pytest.raises(ConfigError, match="--epochs"):

@@ -41,11 +41,6 @@ def check_coco(
     found: _Found = defaultdict(list)
     reader = RecordReader()
     with reader.errors():
-        if isinstance(content, dict) and "images" not in content:
-            raise DataError(
-                f"not in COCO format: it has {summarize_names(map(str, content))}, but no list images. Fix: export the "
-                "labels as COCO, Pascal VOC or YOLO."
-            )
         images = _check_images(reader, content["images"])
         categories = _check_categories(reader, content["categories"])
         # the official test images have no annotations

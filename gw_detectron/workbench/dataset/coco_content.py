@@ -46,16 +46,16 @@ class RecordReader:
         except MALFORMED as error:
             shown = printable(f"{self.record!s:.80}")
             raise DataError(
-                f"not in COCO format at {shown}: {type(error).__name__}: {error}"
+                f"not in COCO format at {shown}: {type(error).__name__}: {error}. Fix: correct the file."
             ) from error
 
 
 def read_json(path: str) -> Any:
-    """Read a JSON file in UTF-8, local or remote."""
+    """Read a COCO file in UTF-8, local or remote; a JSON without a list of images is a DataError."""
     with PathManager.open(path, "rb") as file:
         text = file.read()
     try:
-        return json.loads(text.decode())
+        content = json.loads(text.decode())
     # ValueError: also a number of thousands of digits
     except (ValueError, RecursionError) as error:
         reason = _json_problem(path, text, error)
@@ -70,6 +70,14 @@ def _json_problem(path: str, text: bytes, error: Exception) -> str:
         return "not a json. Fix: give a COCO json, or labels of Pascal VOC or YOLO, or masks, as a folder."
     mark = " without a byte order mark" if text.startswith(codecs.BOM_UTF8) else ""
     return f"invalid JSON: {error}. Fix: give JSON in UTF-8{mark}, not compressed."
+
+    keys = content if isinstance(content, dict) else {}
+    if "images" not in keys:
+        raise DataError(
+            f"'{path}': not in COCO format: no list images (its keys: {summarize_names(keys) or 'none'}). Fix: export "
+            "the labels as COCO, Pascal VOC or YOLO."
+        )
+    return content
 
 
 def category_names(content: Any) -> dict[int, str]:

@@ -6,7 +6,6 @@ import numpy as np
 import pycocotools.mask as mask_util
 import pytest
 
-from gw_detectron.errors import DataError
 from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds
 from gw_detectron.workbench.dataset.coco_content import complete_coco
 from gw_detectron.workbench.dataset.geometry import is_run_length, mask_boxes
@@ -379,10 +378,3 @@ def test_keypoints_of_crowds_are_not_checked(needs):
 def test_counts_of_keypoints_are_not_checked_where_only_boxes_are_evaluated():
     content = objects(lambda *b: {"num_keypoints": 9})
     assert coco_faults(content, TEST) == ([], [])
-
-
-def test_another_format_is_told_by_its_keys():
-    labelme = {"shapes": [], "imagePath": "a.jpg", "imageData": None}
-    with pytest.raises(DataError) as error:
-        coco_faults(labelme, TRAIN)
-    assert "shapes, imagePath, imageData" in str(error.value)

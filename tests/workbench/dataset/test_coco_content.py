@@ -294,6 +294,23 @@ def test_a_json_that_is_another_file_is_told_by_its_kind(tmp_path, content, kind
         read_json(str(path))
 
 
+@pytest.mark.parametrize(
+    ("content", "keys"),
+    [
+        ('{"shapes": [], "imagePath": "a.jpg"}', "shapes, imagePath"),
+        ("{}", "none"),
+        ("null", "none"),
+        ("[]", "none"),
+    ],
+)
+def test_another_format_is_told_by_its_keys(tmp_path, content, keys):
+    path = tmp_path / "a.json"
+    path.write_text(content)
+
+    with pytest.raises(DataError, match=f"no list images .its keys: {keys}.* Fix: "):
+        read_json(str(path))
+
+
 def test_a_csv_is_told_what_can_be_read(tmp_path):
     path = tmp_path / "labels.csv"
     path.write_text("filename,class\na.jpg,cat\n")

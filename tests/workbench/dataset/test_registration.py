@@ -199,7 +199,7 @@ def test_a_split_does_not_replace_its_source(folder, files):
     register_datasets(datasets, str(folder / "other"))
 
 
-@pytest.mark.parametrize("content", [b"{", b"\x1f\x8b"])
+@pytest.mark.parametrize("content", [b"{", b"\x1f\x8b", b"null"])
 def test_a_file_that_cannot_be_split(folder, files, content):
     path = folder / "annotations.json"
     path.write_bytes(content)
