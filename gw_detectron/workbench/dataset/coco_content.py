@@ -61,6 +61,14 @@ def read_json(path: str) -> Any:
         reason = _json_problem(path, text, error)
         raise DataError(f"'{path}': {reason}{refetch_hint(path)}") from error
 
+    keys = content if isinstance(content, dict) else {}
+    if "images" not in keys:
+        raise DataError(
+            f"'{path}': not in COCO format: no list images (its keys: {summarize_names(keys) or 'none'}). Fix: export "
+            "the labels as COCO, Pascal VOC or YOLO."
+        )
+    return content
+
 
 def _json_problem(path: str, text: bytes, error: Exception) -> str:
     kind = kind_of_file(text[:1000])
@@ -70,14 +78,6 @@ def _json_problem(path: str, text: bytes, error: Exception) -> str:
         return "not a json. Fix: give a COCO json, or labels of Pascal VOC or YOLO, or masks, as a folder."
     mark = " without a byte order mark" if text.startswith(codecs.BOM_UTF8) else ""
     return f"invalid JSON: {error}. Fix: give JSON in UTF-8{mark}, not compressed."
-
-    keys = content if isinstance(content, dict) else {}
-    if "images" not in keys:
-        raise DataError(
-            f"'{path}': not in COCO format: no list images (its keys: {summarize_names(keys) or 'none'}). Fix: export "
-            "the labels as COCO, Pascal VOC or YOLO."
-        )
-    return content
 
 
 def category_names(content: Any) -> dict[int, str]:
