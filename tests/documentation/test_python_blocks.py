@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from gw_detectron.layers import GroupWhitening2d, MixedWhitening2d
 from gw_detectron.modeling import GWFPN
 from gw_detectron.norms import resolve_norm
 from gw_detectron.ops.solvers.solver import SOLVERS
-from gw_detectron.weights import Preprocessing, open_start_weights
+from gw_detectron.weights import Preprocessing, open_checkpoint, open_start_weights
 from gw_detectron.weights.network_record import PREPROCESSING
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.export import export_detector
@@ -61,8 +62,9 @@ def has(block, parts):
 
 
 def run_block(block):
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec(compile(block, "block", "exec"), names)
+    return names
 
 
 @pytest.mark.parametrize(
@@ -140,6 +142,13 @@ def test_python_that_needs_a_trained_detector_runs(
     for _, _, block in ALL:
         if has(block, RUN) and not has(block, NOT_RUN):
             run_block(block)
+
+    (block,) = [block for _, _, block in ALL if "def write_start" in block]
+    batch = [predict.input(np.zeros((64, 96, 3), np.uint8) + 99)]
+    run_block(block)["write_start"]("output/mydata", batch, "output")
+    start = open_checkpoint("output/start.pth")
+    norms = start.network.norms or {}
+    assert norms["backbone.bottom_up.stem.conv1.norm"].startswith("GW:")
 
     assert Path("output/converted.pth").is_file()
     assert Path("output/demo/report/report.html").is_file()

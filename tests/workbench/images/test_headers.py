@@ -50,7 +50,7 @@ def test_the_end_of_a_file_is_missed_before_the_run(tmp_path, suffix):
     path = tmp_path / f"photo.{suffix}"
     Image.fromarray(NOISE).save(path)
     whole = path.read_bytes()
-    assert read_header(path) == (80, 60, "")
+    assert read_header(path) == (80, 60, 1, "")
 
     for length in (len(whole) // 2, len(whole) - 1000):
         path.write_bytes(whole[:length])
@@ -58,7 +58,7 @@ def test_the_end_of_a_file_is_missed_before_the_run(tmp_path, suffix):
 
     # cameras and disks append bytes
     path.write_bytes(whole + bytes(9000))
-    assert read_header(path) == (80, 60, "")
+    assert read_header(path) == (80, 60, 1, "")
 
 
 def test_a_jpeg_is_missed_although_its_thumbnail_is_whole(tmp_path):
@@ -70,7 +70,7 @@ def test_a_jpeg_is_missed_although_its_thumbnail_is_whole(tmp_path):
     Image.fromarray(NOISE[:20, :20]).save(path, exif=exif)
     whole = path.read_bytes()
     assert len(whole) < 4096
-    assert read_header(path) == (20, 20, "")
+    assert read_header(path) == (20, 20, 1, "")
 
     path.write_bytes(whole[:-200])
 
@@ -93,7 +93,7 @@ def test_a_tiff_without_its_last_tags_is_missed(tmp_path, compression, missing):
     path = tmp_path / "photo.tif"
     Image.fromarray(NOISE).save(path, compression=compression)
     whole = path.read_bytes()
-    assert read_header(path) == (80, 60, "")
+    assert read_header(path) == (80, 60, 1, "")
 
     path.write_bytes(whole[:-missing])
 
@@ -164,7 +164,7 @@ def test_jpeg_2000_of_8_bits_is_read_whole(tmp_path, suffix, bands):
     path = tmp_path / f"photo.{suffix}"
     Image.fromarray(bands).save(path)
 
-    assert read_header(path) == (80, 60, "")
+    assert read_header(path) == (80, 60, 1, "")
 
 
 def test_a_pipe_is_not_opened(tmp_path):
