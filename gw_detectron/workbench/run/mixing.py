@@ -113,7 +113,7 @@ def _measure(
     except (KeyError, OSError, UserError) as error:
         raise ConfigError(
             f"{needed_by} needs the statistics of training photos, which cannot be read: {error} Fix: put them where "
-            "they were in the training."
+            "they were in the training; a detector that was exported with --mix needs none."
         ) from error
 
     if comm.get_world_size() > 1:  # equal to the last bit
