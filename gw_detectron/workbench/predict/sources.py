@@ -76,7 +76,8 @@ class ImageSource:
             )
         if count < 0.99 * expected:
             log.warning(
-                "video ('%s'): %d of about %.0f frames can be read; after a gap, frames have lower numbers.",
+                "video ('%s'): %d of about %.0f frames can be read; after a gap, frames have lower numbers. "
+                "Fix: repair it.",
                 self.path,
                 count,
                 expected,
