@@ -1,4 +1,4 @@
-"""Train RT-DETR on blood cells with a norm in its backbone; see PLAN.md. Needs ``pip install transformers``.
+"""Train D-FINE on blood cells with a norm in its backbone; see PLAN.md. Needs ``pip install transformers``.
 
 python -m experiments.hosts.detr BLOOD_CELLS RESULTS.csv [NORM ...]
 
@@ -22,10 +22,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
-    RTDetrConfig,
-    RTDetrForObjectDetection,
+    DFineConfig,
+    DFineForObjectDetection,
+    HGNetV2Config,
     RTDetrImageProcessor,
-    RTDetrResNetConfig,
 )
 
 from gw_detectron import convert_norms
@@ -33,40 +33,53 @@ from gw_detectron.workbench.compare.plan import SEARCH_SEED
 
 from ..study import ResultsFile, score_arms
 
-#: norms of the backbone; the default is BN
-NORMS: dict[str, dict[Any, str]] = {
-    "BN": {},
-    "GN": {"model.backbone.*": "GN"},
-    "GW at S1-B2": {"S1-B2": "GW"},
-}
-RATES = (0.0002, 0.0005, 0.001)
+#: norms of the backbone, whose narrowest layers have 16 channels; the default is BN
+NORMS = {"BN": "", "GN": "GN:groups=8", "GW": "GW:groups=16"}
+RATES = (0.0004, 0.0008, 0.0016)
 SEEDS = (1, 2)
-ITERATIONS = 800
+ITERATIONS = 1000
 WARMUP = 40
 BATCH = 2
 SIDE = 192
 PROCESSOR = RTDetrImageProcessor(size={"height": SIDE, "width": SIDE})
 
 
-def make_model(norm: str, classes: int) -> RTDetrForObjectDetection:
-    """Return an RT-DETR R-18 with random weights."""
-    backbone = RTDetrResNetConfig(
-        depths=[2, 2, 2, 2],
-        layer_type="basic",
-        hidden_sizes=[64, 128, 256, 512],
-        out_features=["stage2", "stage3", "stage4"],
+def make_model(norm: str, classes: int) -> DFineForObjectDetection:
+    """Return a D-FINE-N with random weights."""
+    backbone = HGNetV2Config(
+        stem_channels=[3, 16, 16],
+        stage_in_channels=[16, 64, 256, 512],
+        stage_mid_channels=[16, 32, 64, 128],
+        stage_out_channels=[64, 256, 512, 1024],
+        hidden_sizes=[64, 256, 512, 1024],
+        depths=[1, 1, 2, 1],
+        stage_num_blocks=[1, 1, 2, 1],
+        stage_numb_of_layers=[3, 3, 3, 3],
+        use_learnable_affine_block=True,
+        out_features=["stage3", "stage4"],
     )
-    config = RTDetrConfig(
+    config = DFineConfig(
         backbone_config=backbone,
-        encoder_in_channels=[128, 256, 512],
+        encoder_in_channels=[512, 1024],
+        feat_strides=[16, 32],
+        encode_proj_layers=[1],
+        encoder_hidden_dim=128,
+        encoder_ffn_dim=512,
+        hidden_expansion=0.34,
+        depth_mult=0.5,
+        d_model=128,
+        decoder_in_channels=[128, 128],
+        decoder_ffn_dim=512,
         decoder_layers=3,
+        decoder_n_points=[6, 6],
+        num_feature_levels=2,
         num_queries=100,
         num_labels=classes,
         freeze_backbone_batch_norms=False,
     )
-    model = RTDetrForObjectDetection(config)
+    model = DFineForObjectDetection(config)
     if NORMS[norm]:
-        convert_norms(model, NORMS[norm])
+        convert_norms(model, {"model.backbone.*": NORMS[norm]})
     return model
 
 
