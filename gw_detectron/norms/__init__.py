@@ -6,6 +6,7 @@ from .conversion import (
     convert_convs,
     convert_norms,
     mix_statistics,
+    mixture_name,
 )
 from .listing import (
     can_start_from,
@@ -43,6 +44,7 @@ __all__ = [
     "is_same_norm",
     "is_synchronized",
     "mix_statistics",
+    "mixture_name",
     "norm_options",
     "norm_rows",
     "norm_spec",

@@ -288,6 +288,19 @@ def conv_names(model: nn.Module) -> dict[str, str]:
     return dict.fromkeys(standardized, "WS")
 
 
+def mixture_name(mixture: float | str, *, where: str) -> str:
+    """Return the norm name of a mixture: of a number, MixBN with this ``alpha``; other norms are a NormError."""
+    spec = str(mixture)
+    with contextlib.suppress(ValueError):
+        spec = f"MixBN:alpha={float(spec):g}"
+    if not spec.startswith("Mix"):
+        raise NormError(
+            f"{where} ({mixture!r}): neither a number nor MixGW or MixBN. Fix: give e.g. 0.5."
+        )
+    build_norm(spec, 1, where=where)  # names the place of a wrong value
+    return spec
+
+
 def mix_statistics(model: nn.Module, mixture: float | str, *, where: str) -> int:
     """Mix the image's statistics into the BN and FrozenBN layers of a trained model, in place.
 
@@ -302,22 +315,14 @@ def mix_statistics(model: nn.Module, mixture: float | str, *, where: str) -> int
     Raises:
         NormError: another norm name, or no BN layer.
     """
-    spec = str(mixture)
-    with contextlib.suppress(ValueError):
-        spec = f"MixBN:alpha={float(spec):g}"
-    label = f"{where} ({mixture!r})"
-    if not spec.startswith("Mix"):
-        raise NormError(
-            f"{label}: neither a number nor MixGW or MixBN. Fix: give e.g. 0.5."
-        )
-
-    build_norm(spec, 1, where=where)  # names the place of a wrong value
+    spec = mixture_name(mixture, where=where)
     names = [
         row.layer for row in norm_rows(model) if evaluation_spec(row.spec) == "BN:"
     ]
     if not names:
         raise NormError(
-            f"{label}: the backbone has no BN layers ({norm_summary(model)}), whose statistics could be mixed."
+            f"{where} ({mixture!r}): the backbone has no BN layers ({norm_summary(model)}), whose statistics could be "
+            "mixed."
         )
     convert_norms(model, dict.fromkeys(names, spec))
     return len(names)

@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import ConfigError, UserError
 from ...layers import measure_statistics
 from ...layers.mixed_norms import MixedNorm
-from ...norms import mix_statistics, norm_rows
+from ...norms import mix_statistics, mixture_name, norm_rows
 from ...weights.load_report import resnet_prefixes
 from ...weights.opening import local_file
 from ..dataset.coco_content import content_to_records
@@ -45,6 +45,7 @@ def mix_in_backbone(model: nn.Module, cfg: CfgNode, mix: str, *, weights: str) -
         NormError: a wrong mixture, or no BN layer.
         ConfigError: training photos are needed and cannot be read.
     """
+    mixture_name(mix, where="--mix")  # refuses a wrong one before photos are read
     resnet = _resnet_of(model)
     if any(row.spec == "FrozenBN" for row in norm_rows(resnet)):
         count = _measure(model, resnet, cfg, weights, needed_by="--mix: FrozenBN")

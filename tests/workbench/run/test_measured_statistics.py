@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from gw_detectron.errors import ConfigError
+from gw_detectron.errors import ConfigError, NormError
 from gw_detectron.layers.mixed_norms import MixedNorm
 from gw_detectron.weights import load_model, open_detector
 from gw_detectron.workbench.commands.train import run_here as main
@@ -109,6 +109,17 @@ def test_without_its_training_photos_the_error_says_what_is_missing(run, tmp_pat
 
     with pytest.raises(ConfigError, match="no_such_photos.* Fix: put them where"):
         mix_in_backbone(model, cfg, "0.5", weights=cfg.MODEL.WEIGHTS)
+
+
+def test_a_wrong_mixture_is_refused_before_any_photo_is_read(run, tmp_path):
+    shutil.copy(run / "model_final.pth", tmp_path)
+    shutil.copy(run / "config.yaml", tmp_path)
+    cfg, _, checkpoint = open_detector(tmp_path)
+    model = load_model(cfg, checkpoint=checkpoint)
+    cfg.DATASETS.TRAIN = ("no_such_photos",)
+
+    with pytest.raises(NormError, match="1.5"):
+        mix_in_backbone(model, cfg, "1.5", weights=cfg.MODEL.WEIGHTS)
 
 
 def test_a_training_from_the_zoo_measures_them(data, zoo, tmp_path):
