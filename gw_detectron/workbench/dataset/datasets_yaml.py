@@ -49,22 +49,20 @@ def write_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") ->
     an earlier run is removed.
     """
     record = Path(folder, DATASETS_FILE)
-    roles = {role: named for role, named in vars(datasets).items() if named}
-    if not roles:
-        record.unlink(missing_ok=True)
-        return
-
     folder = os.path.abspath(folder)
     top = os.path.abspath(run_folder or folder)
     tree: dict[str, Any] = {}
-    for role, named in roles.items():
+    for role, named in vars(datasets).items():
         for name, dataset in named.items():
             given = {key: value for key, value in asdict(dataset).items() if value}
             if Path(dataset.json).is_relative_to(top):
                 given["json"] = os.path.relpath(dataset.json, folder)
             tree.setdefault(role, {})[name] = given
 
-    write_text(record, yaml.safe_dump(tree, sort_keys=False))
+    if tree:
+        write_text(record, yaml.safe_dump(tree, sort_keys=False))
+    else:
+        record.unlink(missing_ok=True)
 
 
 def read_datasets(path: str) -> CocoDatasets:
@@ -112,15 +110,17 @@ def _read_dataset(given: Any, role: str, name: str, path: str) -> CocoDataset:
         check_fraction(f"'{path}', {key}.val_fraction", given["val_fraction"])
 
     folder = os.path.dirname(path)
-    absolute = {}
-    for part in filter(given.get, _PATHS):
-        name = os.path.expanduser(given[part])
-        absolute[part] = (
-            name if "://" in name else os.path.abspath(os.path.join(folder, name))
-        )
-    dataset = CocoDataset(**{"json": "", **given, **absolute})
+    paths = {part: absolute_path(given.get(part, ""), folder) for part in _PATHS}
+    dataset = CocoDataset(**{**given, **paths})
     check_pair(dataset, f"'{path}', {key}.")
     return dataset
+
+
+def absolute_path(path: str, folder: str = "") -> str:
+    """Return the absolute path of a local file or folder, which may be relative to ``folder``; "" of none."""
+    if not path or "://" in path:
+        return path
+    return os.path.abspath(os.path.join(folder, os.path.expanduser(path)))
 
 
 def check_pair(dataset: CocoDataset, place: str) -> None:

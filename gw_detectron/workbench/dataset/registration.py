@@ -21,7 +21,12 @@ from .coco_content import (
     read_json,
     split_coco,
 )
-from .datasets_yaml import CocoDataset, CocoDatasets, write_datasets
+from .datasets_yaml import (
+    CocoDataset,
+    CocoDatasets,
+    absolute_path,
+    write_datasets,
+)
 from .layouts import LabelSet, is_layout, read_labels
 from .metadata import coco_metadata
 from .source import CocoSource, is_foreign, own_source, own_sources
@@ -64,10 +69,11 @@ def _open_all(
 
     for role, named in vars(datasets).items():
         for name, given in named.items():
-            path = _absolute(given.json)
+            # which a record elsewhere can name
+            path = absolute_path(given.json)
             # a data.yaml has parts; a json that has both roles is read once
             part = role if is_layout(path) else ""
-            read_set, error = read(path, _absolute(given.images), part)
+            read_set, error = read(path, absolute_path(given.images), part)
             labels = _complete(read_set, classes)
             classes = classes or category_names(labels.content)
 
@@ -102,11 +108,6 @@ def _split(
     for (part, own), content in zip(names.items(), halves, strict=True):
         half = labels._replace(content=content)
         yield part, own, _derive(own, dataset, half, folder, part)
-
-
-def _absolute(path: str) -> str:
-    """Return the absolute path of a local file or folder, which a record elsewhere can name; "" of none."""
-    return path if "://" in path or not path else os.path.abspath(path)
 
 
 def _try_read(path: str, images: str, part: str) -> tuple[LabelSet, Exception | None]:
