@@ -109,13 +109,11 @@ def budget_of(minutes: float, step: float, evaluation: float) -> Budget:
         ConfigError: the time is not enough for 20 iterations and an evaluation.
     """
     seconds = PLANNED_SHARE * 60 * minutes
-    evaluations = _MOST_EVALUATIONS
-    iterations = int((seconds - evaluations * evaluation) / step)
-    while evaluations > 1 and (
-        evaluations * evaluation > seconds / 3 or iterations < LEAST_ITERATIONS
-    ):
-        evaluations -= 1
-        iterations = int((seconds - evaluations * evaluation) / step)
+    for evaluations in range(_MOST_EVALUATIONS, 0, -1):
+        spent = evaluations * evaluation
+        iterations = int((seconds - spent) / step)
+        if spent <= seconds / 3 and iterations >= LEAST_ITERATIONS:
+            break
 
     if iterations < LEAST_ITERATIONS:
         least = (evaluation + LEAST_ITERATIONS * step) / (60 * PLANNED_SHARE)
