@@ -18,7 +18,7 @@ from ...weights import open_start_weights
 from ..dataset.datasets_yaml import DATASETS_FILE
 from ..dataset.layouts import YAML, is_layout
 from ..dataset.registration import record_datasets
-from ..dataset.source import own_sources
+from ..dataset.source import sources_of
 from ..run import RunRequest, prepare
 from ..run.checks import check_run
 from ..run.request import DatasetFlags
@@ -185,8 +185,7 @@ def _check_norm(
 
 def read_labels_once(what: Comparison, cfg: CfgNode) -> Comparison:
     """Write labels that are not a COCO json to the comparison's folder, for all its runs."""
-    sources = own_sources((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
-    if not any(source.labels.layout for source in sources.values()):
+    if not any(source.labels.layout for source in sources_of(cfg).values()):
         return what
     scored = None
     if what.scored:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 
 from ...atomic import atomic_write
@@ -104,6 +105,11 @@ class CocoSource:
         """Free the memory of a content that is in the file and in the records."""
         if self._is_written and self._is_recorded:
             self.labels = self.labels._replace(content=None)
+
+
+def sources_of(cfg: CfgNode) -> dict[str, CocoSource]:
+    """Return the sources of a config's own datasets, of training and evaluation."""
+    return own_sources((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
 
 
 def own_source(name: str) -> CocoSource | None:

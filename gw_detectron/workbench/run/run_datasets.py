@@ -17,7 +17,7 @@ from ..dataset.datasets_yaml import DATASETS_FILE, CocoDatasets, read_datasets
 from ..dataset.layouts import labels_digest
 from ..dataset.recipe import class_values
 from ..dataset.registration import register_datasets
-from ..dataset.source import is_foreign, own_sources
+from ..dataset.source import is_foreign, own_sources, sources_of
 from .request import RunRequest
 
 log = logging.getLogger(__name__)
@@ -84,8 +84,7 @@ def record_sources(cfg: CfgNode, folder: str) -> None:
     known = _read_sources(Path(cfg.OUTPUT_DIR, _SOURCES))
     output = os.path.abspath(cfg.OUTPUT_DIR)
     sources = {}
-    named = own_sources((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
-    for name, source in named.items():
+    for name, source in sources_of(cfg).items():
         file = source.labels.path
         if not os.path.exists(file):
             continue

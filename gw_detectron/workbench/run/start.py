@@ -21,7 +21,7 @@ from ...errors import CheckReport, ConfigError
 from ...weights import LazyCheckpoint, open_start_weights
 from ...weights.opening import local_file
 from ..dataset.registration import record_datasets
-from ..dataset.source import CocoSource, own_sources
+from ..dataset.source import sources_of
 from .checks import check_run
 from .folder import check_output, lock_output, remove_files, stale_output
 from .logs import log_to
@@ -52,7 +52,7 @@ class OpenRun:
                     remove_unfinished(os.path.join(folder, part))
                 _write_record(self.cfg, folder, replaces=not self.weights.resumed)
         with in_all_processes():  # another machine may not share the folder
-            for source in _sources(self.cfg).values():
+            for source in sources_of(self.cfg).values():
                 source.write()
 
 
@@ -102,7 +102,7 @@ def open_run(
             stale: list[Path] = []
             if is_main:
                 is_first = not (eval_only or weights.resumed)
-                origins = [source.labels.path for source in _sources(cfg).values()]
+                origins = [source.labels.path for source in sources_of(cfg).values()]
                 stale = stale_output(
                     output,
                     metrics=is_first,
@@ -140,11 +140,6 @@ def _check(
     if not ignore_preflight:
         report.raise_errors()
     return report
-
-
-def _sources(cfg: CfgNode) -> dict[str, CocoSource]:
-    """Return the open datasets of a run."""
-    return own_sources((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
 
 
 def _log_to_folder(cfg: CfgNode, folder: str, *, eval_only: bool) -> None:
