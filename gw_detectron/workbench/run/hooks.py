@@ -18,7 +18,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.engine import HookBase
 from detectron2.engine.hooks import BestCheckpointer, EvalHook
 from detectron2.utils import comm
-from detectron2.utils.events import CommonMetricPrinter, get_event_storage
+from detectron2.utils.events import get_event_storage
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -136,25 +136,19 @@ class FirstEstimate(HookBase):
         )
 
 
-class EpochPrinter(CommonMetricPrinter):
+class EpochLogger(logging.LoggerAdapter):
     """Detectron2's line of progress, with the number of passes over the images.
 
     Args:
+        logger: of Detectron2's printer.
         max_iter: iterations of the run.
         epoch: iterations of a pass.
     """
 
-    def __init__(self, max_iter: int, epoch: float) -> None:
-        super().__init__(max_iter)
-        plain = logging.getLogger(CommonMetricPrinter.__module__)
-        self.logger: Any = _EpochLogger(plain, epoch, max_iter / epoch)
-
-
-class _EpochLogger(logging.LoggerAdapter):
-    def __init__(self, logger: logging.Logger, epoch: float, epochs: float) -> None:
+    def __init__(self, logger: logging.Logger, max_iter: int, epoch: float) -> None:
         super().__init__(logger)
         self._epoch = epoch
-        self._epochs = epochs
+        self._epochs = max_iter / epoch
 
     def process(self, msg: Any, kwargs: Any) -> tuple[str, Any]:
         epoch = (get_event_storage().iter + 1) / self._epoch

@@ -66,7 +66,7 @@ from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
 from .folder import METRICS, earlier_run, remove_files, stale_output
 from .hooks import (
     BestWeights,
-    EpochPrinter,
+    EpochLogger,
     FirstEstimate,
     SignalHook,
     TrainingEnded,
@@ -363,7 +363,7 @@ class Trainer(DefaultTrainer):
         printer = CommonMetricPrinter(self.max_iter)
         if isinstance(self.data_loader, TrainingData):
             epoch = self.data_loader.batches_per_epoch / self.cfg.SOLVER.ACCUMULATE
-            printer = EpochPrinter(self.max_iter, epoch)
+            printer.logger = EpochLogger(printer.logger, self.max_iter, epoch)
         return [
             printer,
             JSONWriter(str(metrics)),
