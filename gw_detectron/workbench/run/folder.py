@@ -1,6 +1,5 @@
 """The output folder of a run: its lock, its checkpoints, its metrics, and clearing what an earlier run left."""
 
-import errno
 import fcntl
 import json
 import logging
@@ -59,15 +58,15 @@ def lock_output(folder: str, *, wait: bool = False) -> IO[str]:
         ) from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        holder = file.read().strip() or "just started"
+        file.close()
+        raise RunError(
+            f"OUTPUT_DIR ('{folder}'): another run writes there ({holder}). Fix: give another OUTPUT_DIR, or "
+            "stop that run."
+        ) from None
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            file.seek(0)
-            holder = file.read().strip() or "just started"
-            file.close()
-            raise RunError(
-                f"OUTPUT_DIR ('{folder}'): another run writes there ({holder}). Fix: give another OUTPUT_DIR, or "
-                "stop that run."
-            ) from None
         log.warning(
             "OUTPUT_DIR ('%s'): its file system has no locks (%s): start one run only",
             folder,
