@@ -76,10 +76,10 @@ class TrainingData:
             )
 
         # a record without a size counts as not wide
-        sizes = [
-            (record.get("width", 0), record.get("height", 0)) for record in records
+        wide = [
+            grouping and record.get("width", 0) > record.get("height", 0)
+            for record in records
         ]
-        wide = [grouping and width > height for width, height in sizes]
         self._group = np.array(wide, dtype=np.int8)
         self._records = DatasetFromList(records, copy=False)
 
