@@ -109,10 +109,9 @@ def _measure_polygons(polygons: Sequence[list[float]]) -> tuple[list[float], flo
     """
     area = 0.0
     for polygon in polygons:
-        xs, ys = polygon[::2], polygon[1::2]
-        last_x, last_y = xs[-1], ys[-1]
+        last_x, last_y = polygon[-2:]
         cross = 0.0
-        for x, y in zip(xs, ys, strict=True):
+        for x, y in zip(polygon[::2], polygon[1::2], strict=True):
             cross += last_x * y - x * last_y
             last_x, last_y = x, y
         area += abs(cross) / 2
