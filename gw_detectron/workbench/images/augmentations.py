@@ -147,21 +147,6 @@ def _parse_call(call: str) -> v2.Transform:
     return _USABLE[name](**values)
 
 
-class _Recorder:
-    """Calls a transform and keeps the parameters that it draws."""
-
-    def __init__(self, transform: v2.Transform) -> None:
-        # stays empty where a transform with a probability leaves the image as it is
-        self.drawn: list[Any] = []
-        self.call = copy.copy(transform)
-        self.call.transform = self._record
-        self._transform = transform
-
-    def _record(self, value: Any, params: Any) -> Any:
-        self.drawn.append(params)
-        return self._transform.transform(value, params)
-
-
 class _Move(Transform):
     """A transform with the parameters that it has drawn for an image."""
 
@@ -169,16 +154,22 @@ class _Move(Transform):
         super().__init__()
         self._transform = transform
         self._size = image.shape[:2]
+        # stays empty where a transform with a probability leaves the image as it is
+        self._drawn: list[Any] = []
 
         # hue and gray values are computed from RGB
         rgb = image[:, :, ::-1] if bgr else image
         pixels = torch.from_numpy(rgb.transpose(2, 0, 1).copy())
-        recorder = _Recorder(transform)
-        drawn = np.asarray(recorder.call(tv_tensors.Image(pixels)))
+        recording = copy.copy(transform)
+        recording.transform = self._record
+        drawn = np.asarray(recording(tv_tensors.Image(pixels)))
         rgb = drawn.transpose(1, 2, 0)
-
-        self._drawn = recorder.drawn
         self._pixels = np.ascontiguousarray(rgb[:, :, ::-1] if bgr else rgb)
+
+    def _record(self, value: Any, params: Any) -> Any:
+        """Transform a value and keep the parameters that were drawn."""
+        self._drawn.append(params)
+        return self._transform.transform(value, params)
 
     def apply_image(self, img: Any) -> np.ndarray:
         return self._pixels
