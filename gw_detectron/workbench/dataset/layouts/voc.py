@@ -29,21 +29,19 @@ def voc_layout(folder: Path, xmls: Sequence[Path], images: str) -> Layout:
 def voc_list(path: Path, images: str) -> Layout:
     """Return the layout of the photos in a list such as ImageSets/Main/train.txt."""
     folder = Path(*path.parts[: path.parts.index("ImageSets")])
-    xmls = {}
-    for file in list_files(folder):
-        if file.suffix.lower() == ".xml":
-            xmls[file.stem] = file
-
+    files = list_files(folder)
+    xmls = {file.stem: file for file in files if file.suffix.lower() == ".xml"}
     stems = set()
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         # lists of a class have 1 or -1 after each name
         stem = line.partition(" ")[0].strip()
-        if stem and stem not in xmls:
+        if not stem:
+            continue
+        if stem not in xmls:
             raise DataError(
                 f"'{path}', line {number}: no file '{stem}.xml' below '{folder}'. Fix: correct the list."
             )
         stems.add(stem)
-    stems.discard("")
 
     root, photos = photos_of(folder, images)
     listed = [photo for photo in photos if photo.stem in stems]
