@@ -4,7 +4,7 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,9 +167,12 @@ def first_line(error: BaseException) -> str:
     return line.rstrip(".") or type(error).__name__
 
 
-def kind_of_file(begin: bytes) -> str:
-    """Say what a file is that is not what its name says, and the fix, by its first 1000 bytes; "" if unknown."""
-    for pattern, kind in _KINDS_OF_FILES.items():
+def kind_of_file(begin: bytes, others: Mapping[bytes, str] | None = None) -> str:
+    """Say what a file is that is not what its name says, and the fix, by its first 1000 bytes; "" if unknown.
+
+    ``others``: further kinds by a pattern of the beginning.
+    """
+    for pattern, kind in {**_KINDS_OF_FILES, **(others or {})}.items():
         if re.match(pattern, begin):
             return kind
     return ""

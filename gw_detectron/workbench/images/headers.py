@@ -116,9 +116,8 @@ def image_problem(path: str | os.PathLike[str], error: BaseException) -> str:
 
     with PathManager.open(os.fspath(path), "rb") as file:
         begin = file.read(1000)
-    kinds = [kind_of_file(begin)]
-    kinds += [kind for pattern, kind in _NOT_IMAGES.items() if re.match(pattern, begin)]
-    for kind in filter(None, kinds):
+    kind = kind_of_file(begin, _NOT_IMAGES)
+    if kind:
         return f"not an image file: {kind}"
     return "not an image file that Pillow reads. Fix: save it as jpg or png"
 
