@@ -49,10 +49,7 @@ class DenseCOCOEvaluator(COCOEvaluator):
         # faster-coco-eval takes only integers
         keys = (*self._coco_api.imgs, *self._coco_api.cats)
         self._use_fast_impl &= all(isinstance(key, int) for key in keys)
-        source = own_source(dataset_name)
-        self._fingerprint = (
-            source.fingerprint if source else read_fingerprint(self._coco_api.dataset)
-        )
+        self._fingerprint = read_fingerprint(self._coco_api.dataset)
         self._detections = detections
 
     def _derive_coco_results(
@@ -106,16 +103,17 @@ def build_coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEva
     if source is not None:
         source.write()
     metadata = MetadataCatalog.get(name)
-    if not metadata.get("json_file", CONVERTED).endswith(CONVERTED):
-        return DenseCOCOEvaluator(name, output_dir=folder, **options)
+    is_converted = metadata.get("json_file", CONVERTED).endswith(CONVERTED)
+    if is_converted:
+        vars(metadata).pop("json_file", None)
+        with _keypoints_kept(DatasetCatalog.get(name)):
+            file = os.path.join(folder, f"{name}{CONVERTED}")
+            convert_to_coco_json(name, file, allow_cached=False)
+        metadata.json_file = file  # else Detectron2 warns of a cached file
 
-    vars(metadata).pop("json_file", None)
-    with _keypoints_kept(DatasetCatalog.get(name)):
-        file = os.path.join(folder, f"{name}{CONVERTED}")
-        convert_to_coco_json(name, file, allow_cached=False)
-    metadata.json_file = file  # else Detectron2 warns of a cached file
     evaluator = DenseCOCOEvaluator(name, output_dir=folder, **options)
-    vars(metadata).pop("json_file", None)
+    if is_converted:
+        del metadata.json_file
     return evaluator
 
 
