@@ -11,7 +11,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 
-from ...atomic import atomic_write
+from ...atomic import write_text
 from ...errors import DataError
 from ...weights.reading import sha256_of
 from .coco_content import content_to_records, read_json
@@ -84,8 +84,7 @@ class CocoSource:
             return
         path = Path(self.dataset.json)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as temporary:
-            temporary.write_bytes(self._text())
+        write_text(path, self._text())
         summary = self.labels.summary()
         colon = ": " if summary else ""
         log.info("'%s': written from '%s'%s", path, self.labels.path, colon + summary)
@@ -96,10 +95,10 @@ class CocoSource:
         """Return the digest of the file, also before it is written."""
         if self._is_written:
             return sha256_of(self.dataset.json)
-        return hashlib.sha256(self._text()).hexdigest()
+        return hashlib.sha256(self._text().encode()).hexdigest()
 
-    def _text(self) -> bytes:
-        return json.dumps(self.labels.content).encode()
+    def _text(self) -> str:
+        return json.dumps(self.labels.content)
 
     def _release(self) -> None:
         """Free the memory of a content that is in the file and in the records."""
