@@ -253,8 +253,6 @@ def _is_tilted(corners: np.ndarray) -> bool:
     first, second = corners[1] - corners[0], corners[2] - corners[1]
     opposite = corners[0] - corners[1] + corners[2] - corners[3]
     lengths = np.linalg.norm([first, second], axis=1)
-    if not lengths.all():
-        return False
     is_rectangle = np.linalg.norm(opposite) < 1 + 0.02 * lengths.sum()
     is_rectangle &= abs(first @ second) < 0.05 * lengths.prod()
     return is_rectangle and np.abs(first).min() > 0.05 * lengths[0]
