@@ -141,10 +141,10 @@ def _run_under_torchrun(main: Main, args: argparse.Namespace) -> None:
     )
     comm.synchronize()
 
-    with contextlib.ExitStack() as teardown:
-        if dist.get_backend() == "gloo":
-            # with nccl, a failed process would wait for processes that wait for it
-            teardown.callback(dist.destroy_process_group)
+    try:
         main(args)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    except BaseException:
+        if cpu:  # with nccl, a failed process would wait for processes that wait for it
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
