@@ -107,7 +107,7 @@ def _labels(
     notes: Sequence[str] | None,
 ) -> list[str]:
     """Write class, score and note of each object; the name of the only class is left out."""
-    columns: list[Sequence[str]] = []
+    columns: list[Sequence[str]] = [[""] * len(classes)]
     if not names:
         columns.append([str(index) for index in classes])
     elif len(names) > 1:
@@ -117,8 +117,6 @@ def _labels(
     if notes is not None:
         columns.append(notes)
 
-    if not columns:
-        return [""] * len(classes)
     return [" ".join(words).strip() for words in zip(*columns, strict=True)]
 
 
