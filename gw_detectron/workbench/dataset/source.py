@@ -119,8 +119,7 @@ def own_source(name: str) -> CocoSource | None:
 
 def own_sources(names: Iterable[str]) -> dict[str, CocoSource]:
     """Return the sources of the datasets that this package has registered, by name."""
-    sources = {name: own_source(name) for name in names}
-    return {name: source for name, source in sources.items() if source is not None}
+    return {name: source for name in names if (source := own_source(name))}
 
 
 def is_foreign(name: str) -> bool:

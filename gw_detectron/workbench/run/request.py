@@ -29,9 +29,9 @@ class DatasetFlags:
     def read(self) -> CocoDatasets | None:
         """Return the datasets that the flags name, or None without such flags."""
         given = [
-            f"--{flag.name.replace('_', '-')}"
-            for flag in fields(self)
-            if flag.name != "datasets" and getattr(self, flag.name) is not None
+            f"--{name.replace('_', '-')}"
+            for name, value in vars(self).items()
+            if name != "datasets" and value is not None
         ]
         if self.datasets is not None:
             if given:

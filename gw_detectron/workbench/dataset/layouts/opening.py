@@ -49,9 +49,9 @@ def is_layout(path: str) -> bool:
     return os.path.isdir(path) or path.lower().endswith((*YAML, ".txt", ".xml"))
 
 
-def names_validation(path: str | None) -> bool:
+def names_validation(path: str) -> bool:
     """Return whether a path is YOLO's data.yaml, or its folder, with photos for validation."""
-    file = Path(os.path.expanduser(path or ""))
+    file = Path(os.path.expanduser(path))
     if file.is_dir():
         file = yaml_of_folder(file) or file
     is_yaml = file.is_file() and file.suffix.lower() in YAML
