@@ -16,13 +16,14 @@ class CocoTask(NamedTuple):
     noun: str
     result_key: str
     scores: tuple[str, ...]
+    detections: int = 100  # per image and class that AP counts, best first
 
 
 #: by the names of pycocotools and Detectron2; the last one of a model is its main task
 COCO_TASKS = {
     "bbox": CocoTask("box", "bbox", _SCORES),
     "segm": CocoTask("mask", "segmentation", _SCORES),
-    "keypoints": CocoTask("keypoint", "keypoints", _KEYPOINT_SCORES),
+    "keypoints": CocoTask("keypoint", "keypoints", _KEYPOINT_SCORES, 20),
 }
 
 
@@ -30,11 +31,6 @@ def coco_tasks(cfg: CfgNode) -> tuple[str, ...]:
     """Return the names of COCO's tasks on which a config's model is evaluated."""
     is_on = {"segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
     return tuple(task for task in COCO_TASKS if is_on.get(task, True))
-
-
-def counted_detections(task: str) -> int:
-    """Return how many detections per image and class COCO's AP counts, best first."""
-    return 20 if task == "keypoints" else 100
 
 
 def ap_name(task: str, logged: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from detectron2.config import CfgNode
 
 from .coco_content import RecordReader
-from .coco_scores import counted_detections
+from .coco_scores import COCO_TASKS
 from .geometry import is_polygon
 
 #: score -> areas in pixels that it counts. Source: pycocotools, Params.setDetParams
@@ -67,7 +67,8 @@ class Fingerprint:
         class or, if larger, ``detections``, the model's number per image.
         """
         most = self.most_of_a_class
-        return f"AP@{max(most, detections)}" if most > counted_detections(task) else ""
+        counted = COCO_TASKS[task].detections
+        return f"AP@{max(most, detections)}" if most > counted else ""
 
     @cached_property
     def per_class(self) -> np.ndarray:
