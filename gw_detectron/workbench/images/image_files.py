@@ -23,7 +23,7 @@ from detectron2.data import detection_utils
 from detectron2.data.transforms import ResizeShortestEdge, ResizeTransform
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler
-from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
+from PIL import Image, ImageOps, TiffImagePlugin
 from torch import Tensor
 
 from ...errors import ConfigError, DataError, MissingFileError
@@ -225,7 +225,7 @@ def _is_plain_tiff(path: str | os.PathLike[str]) -> bool:
             return False
 
         tags = image.tag_v2
-        is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        is_upright = headers.orientation(image) == 1
         has_colors = image.mode in ("L", "LA", "RGB", "RGBA")
         has_8_bits = set(tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,))) == {8}
         # black is 0, or RGB, or YCbCr: others are inverted or palettes
