@@ -255,7 +255,8 @@ def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
     ranked = sorted(set(places.values()))
     if len(ranked) < 2:
         raise DataError(
-            f"{len(ranked)} images cannot be split. Fix: give more images, or a second file (--val-json)."
+            f"images with {len(ranked)} different file names cannot be split. Fix: give more images, or a second file "
+            "(--val-json)."
         )
     border = min(max(val_fraction, ranked[1]), ranked[-1])
 

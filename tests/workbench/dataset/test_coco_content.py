@@ -209,7 +209,7 @@ def test_no_side_is_empty(fraction, count):
 
 
 def test_one_image_cannot_be_split():
-    with pytest.raises(DataError, match="1 images"):
+    with pytest.raises(DataError, match="images with 1 different file names"):
         split_coco(two_objects_each(NAMES[:1]), 0.5)
 
 

@@ -19,14 +19,19 @@ MASK_NAME = re.compile(
 
 def read_text(path: Path) -> str:
     """Read a label file in UTF-8, or in UTF-16 with its mark, as PowerShell writes it."""
-    content = path.read_bytes()
-    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        return content.decode("utf-16" if is_utf16 else "utf-8-sig")
-    except UnicodeDecodeError as error:
+        return path.read_text(encoding_of(path))
+    except UnicodeError as error:
         raise DataError(
             f"'{path}': not a text in UTF-8. Fix: save it as UTF-8."
         ) from error
+
+
+def encoding_of(path: Path) -> str:
+    """Return UTF-16 if a text file begins with its mark, else UTF-8, with or without one."""
+    with path.open("rb") as file:
+        is_utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return "utf-16" if is_utf16 else "utf-8-sig"
 
 
 def find_photos(stems: Mapping[Path, str], photos: Iterable[Path]) -> dict[Path, Path]:

@@ -33,10 +33,11 @@ def voc_list(path: Path, images: str) -> Layout:
     xmls = {file.stem: file for file in files if file.suffix.lower() == ".xml"}
     stems = set()
     for number, line in enumerate(read_text(path).splitlines(), start=1):
-        # lists of a class have 1 or -1 after each name
-        stem = line.partition(" ")[0].strip()
+        stem = line.strip()
         if not stem:
             continue
+        if stem not in xmls:  # lists of a class have 1, 0 or -1 after each name
+            stem = re.sub(r"\s+-?[01]$", "", stem)
         if stem not in xmls:
             raise DataError(
                 f"'{path}', line {number}: no file '{stem}.xml' below '{folder}'. Fix: correct the list."

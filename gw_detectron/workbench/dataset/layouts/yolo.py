@@ -20,6 +20,7 @@ from .data_yaml import (
     read_data_yaml,
 )
 from .files import (
+    encoding_of,
     find_photos,
     label_names,
     label_of_each,
@@ -48,7 +49,7 @@ def _label_files(files: Iterable[Path]) -> list[Path]:
 
 
 def _first_words(path: Path) -> list[str]:
-    with path.open(errors="replace") as file:
+    with path.open(encoding=encoding_of(path), errors="replace") as file:
         return file.readline(1000).split()
 
 

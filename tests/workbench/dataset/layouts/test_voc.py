@@ -173,7 +173,7 @@ def test_a_few_wrong_sizes_are_a_note(write):
 
 
 def test_a_list_of_pascal_voc_chooses_photos(tmp_path):
-    for name in "abc":
+    for name in ("a", "b", "c", "my photo"):
         write_photo(tmp_path / "JPEGImages" / f"{name}.jpg")
         # masks of the same name
         write_photo(tmp_path / "SegmentationClass" / f"{name}.png")
@@ -182,13 +182,13 @@ def test_a_list_of_pascal_voc_chooses_photos(tmp_path):
         xml.write_text(voc_text(voc_object()))
     lists = tmp_path / "ImageSets" / "Main"
     lists.mkdir(parents=True)
-    (lists / "val.txt").write_text("a 1\nc -1\n")
+    (lists / "val.txt").write_text("a 1\nc -1\nmy photo\n")
     (lists / "wrong.txt").write_text("a\n\nz\n")
 
     labels = read_labels(str(lists / "val.txt"))
 
     names = [image["file_name"] for image in labels.content["images"]]
-    assert names == ["JPEGImages/a.jpg", "JPEGImages/c.jpg"]
+    assert names == [f"JPEGImages/{name}.jpg" for name in ("a", "c", "my photo")]
     assert labels.notes == []
     with pytest.raises(DataError, match=r"wrong.txt', line 3: no file 'z.xml'"):
         read_labels(str(lists / "wrong.txt"))

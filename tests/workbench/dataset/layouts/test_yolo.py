@@ -154,6 +154,21 @@ def test_a_folder_of_labels_has_names_beside_it(write, images, names_file):
     assert labels.content["annotations"][0]["category_id"] == 2
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_labels_that_begin_with_a_mark(tmp_path, encoding):
+    Image.new("RGB", (40, 20)).save(tmp_path / "a.jpg")
+    (tmp_path / "a.txt").write_text(BOX, encoding=encoding)
+    (tmp_path / "classes.txt").write_text("cat\ndog\n", encoding=encoding)
+
+    labels = read_labels(str(tmp_path))
+
+    assert [category["name"] for category in labels.content["categories"]] == [
+        "cat",
+        "dog",
+    ]
+    assert len(labels.content["annotations"]) == 1
+
+
 def test_labels_beside_photos(tmp_path):
     Image.new("RGB", (40, 20)).save(tmp_path / "a.jpg")
     Image.new("RGB", (40, 20)).save(tmp_path / "b.jpg")
