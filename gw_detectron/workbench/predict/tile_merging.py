@@ -71,7 +71,7 @@ def merged(tiles: Sequence[Instances], windows: Sequence[Window]) -> Instances:
     is_cut = _cut(found, views[tile_of]).tolist()
     scores = found.scores.tolist()
 
-    pairs = _agreeing_pairs(found, counts.tolist(), windows)
+    pairs = _agreeing_pairs(found, counts.tolist(), windows, views)
     objects = []
     for members in _groups(pairs, tile_of.tolist()):
         best = max(members, key=lambda index: (not is_cut[index], scores[index]))
@@ -113,16 +113,20 @@ def _cut(found: Instances, views: Tensor) -> Tensor:
 
 
 def _agreeing_pairs(
-    found: Instances, counts: Sequence[int], windows: Sequence[Window]
+    found: Instances, counts: Sequence[int], windows: Sequence[Window], views: Tensor
 ) -> Iterator[Pair]:
-    """Yield detections of two tiles that agree within what both see."""
+    """Yield detections of two tiles that agree within what both see.
+
+    A detection is inside its own tile, so that it is clipped to the other one only.
+    """
     boxes = found.pred_boxes.tensor.split(counts)
     classes = found.pred_classes.split(counts)
     starts = np.cumsum([0, *counts]).tolist()
 
     for one, two in _neighbors(windows):
-        seen = _common_view(windows[one], windows[two])
-        iou = box_iou(_clipped(boxes[one], seen), _clipped(boxes[two], seen))
+        first = _clipped(boxes[one], views[two])
+        second = _clipped(boxes[two], views[one])
+        iou = box_iou(first, second)
         is_same_class = classes[one][:, None] == classes[two]
         is_same = is_same_class & (iou >= _SAME_OBJECT)
         for row, column in is_same.nonzero().tolist():
@@ -141,17 +145,9 @@ def _neighbors(windows: Sequence[Window]) -> Iterator[tuple[int, int]]:
                 yield one, two
 
 
-def _common_view(first: Window, second: Window) -> Tensor:
-    """Return the corners of what two tiles see, (2, 2)."""
-    one = torch.tensor(_corners(first)).view(2, 2)
-    two = torch.tensor(_corners(second)).view(2, 2)
-    low = torch.maximum(one[0], two[0])
-    high = torch.minimum(one[1], two[1])
-    return torch.stack([low, high])
-
-
 def _clipped(boxes: Tensor, view: Tensor) -> Tensor:
-    low, high = view
+    """Clip boxes, (N, 4), to the corners of a tile, (4)."""
+    low, high = view.view(2, 2)
     corners = boxes.view(-1, 2, 2)
     return corners.clamp(low, high).flatten(1)
 
