@@ -146,14 +146,14 @@ def find_config_file(name: str | os.PathLike[str]) -> str:
     if not name or os.path.exists(name):
         return name
 
-    files = shipped_configs()
     wanted = name.removeprefix("configs/")
     names = (wanted, f"{wanted}.yaml")
-    for shipped in names:
-        if shipped in files:
-            return str(files[shipped])
-    named = [path for path in files.values() if path.name in names]
-    return str(named[0]) if len(named) == 1 else name
+    found = [
+        path
+        for shipped, path in shipped_configs().items()
+        if shipped in names or path.name in names
+    ]
+    return str(found[0]) if len(found) == 1 else name
 
 
 def read_config(
