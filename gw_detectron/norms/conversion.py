@@ -4,6 +4,7 @@ import contextlib
 import fnmatch
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -26,6 +27,18 @@ _WRAPPERS = (
     "DataParallel",
     "FullyShardedDataParallel",
     "FSDPModule",
+)
+# warnings of layers
+_ONE_VALUE = (
+    "get one channel per group: if their input is (N, C), a group has one value, and the output is only the shift. "
+    "Fix: keep them, by None in the plan, or use fewer groups, e.g. 'GW:groups=8'."
+)
+_LOST_STATISTICS = (
+    "lose their running statistics; expect low accuracy until you fine-tune."
+)
+_UNTRAINED = (
+    "have the statistics of a new BN, mean 0 and variance 1: they were not trained, or are multiplied into the scale, "
+    "as in Caffe2's weights. Fix: load weights with BN's statistics first."
 )
 
 
@@ -204,36 +217,18 @@ def _contents(value: object) -> Iterator[object]:
 
 def _warn(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
     """Warn of layers that may give a constant, or that lose what was trained."""
-    vectors = []
-    trained = []
-    untrained = []
+    warned = defaultdict(list)
     for name, layer in new.items():
         if type(old[name]).__name__.endswith("1d") and _has_single_channels(layer):
-            vectors.append(name)
+            warned[_ONE_VALUE].append(name)
         if loses_statistics(old[name], layer):
-            trained.append(name)
+            warned[_LOST_STATISTICS].append(name)
         if isinstance(layer, MixedNorm) and layer.is_untrained:
-            untrained.append(name)
+            warned[_UNTRAINED].append(name)
 
-    if vectors:
+    for text, names in warned.items():
         warnings.warn(
-            f"convert_norms: {len(vectors)} layers ({vectors[0]}, ...) get one channel per group: if their input is "
-            "(N, C), a group has one value, and the output is only the shift. Fix: keep them, by None in the plan, or "
-            "use fewer groups, e.g. 'GW:groups=8'.",
-            stacklevel=3,
-        )
-    if trained:
-        warnings.warn(
-            f"convert_norms: {len(trained)} layers ({trained[0]}, ...) lose their running statistics; expect low "
-            "accuracy until you fine-tune.",
-            stacklevel=3,
-        )
-    if untrained:
-        warnings.warn(
-            f"convert_norms: {len(untrained)} layers ({untrained[0]}, ...) have the statistics of a new BN, mean 0 and "
-            "variance 1: they were not trained, or are multiplied into the scale, as in Caffe2's weights. Fix: load "
-            "weights with BN's statistics first.",
-            stacklevel=3,
+            f"convert_norms: {len(names)} layers ({names[0]}, ...) {text}", stacklevel=3
         )
 
 
