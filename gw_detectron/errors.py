@@ -38,6 +38,12 @@ _KINDS_OF_FILES = {
         "a web page. Fix: download the file itself"
     ),
 }
+# what a function of os.path finds
+_KINDS_OF_PATHS: dict[Callable[[str], bool], str] = {
+    os.path.exists: "file or folder",
+    os.path.isfile: "file",
+    os.path.isdir: "folder",
+}
 #: of several scripts; Python calls them not printable
 _SPACES_AND_JOINERS = "\N{NO-BREAK SPACE}\N{IDEOGRAPHIC SPACE}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
@@ -196,9 +202,7 @@ def existing_path(name: str, path: str, exists: Callable[[str], bool]) -> str:
     """Return the absolute path of a local file or folder that ``exists``, by os.path; ``name`` is its flag."""
     found = os.path.abspath(os.path.expanduser(path))
     if not exists(found):
-        kind = "file or folder"
-        if exists is not os.path.exists:
-            kind = "file" if exists is os.path.isfile else "folder"
+        kind = _KINDS_OF_PATHS[exists]
         raise MissingFileError(
             f"{name} ('{path}'): no {kind} '{found}'. Fix: give an existing {kind}."
         )
