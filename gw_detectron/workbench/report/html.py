@@ -109,8 +109,7 @@ def _shown(value: Any) -> Any:
         return "-"
     if isinstance(value, float):
         return f"{value:.1f}"
-    is_plain = not isinstance(value, str) or value.isprintable()
-    return value if is_plain else printable(value)
+    return printable(value) if isinstance(value, str) else value
 
 
 def write_folder(
