@@ -122,12 +122,8 @@ def is_detector(address: str) -> bool:
     """Return whether weights are those of a whole detector: of Detectron2's model zoo, or a file with its heads."""
     if re.search(ZOO_DETECTOR, address):
         return True
-    if not local_file(address):
-        return False
-    try:
-        checkpoint = open_start_weights(address).checkpoint()
-    except (UserError, OSError):  # the checks before the run tell it
-        return False
+    # not of remote weights; the checks before the run tell an error of opening it
+    checkpoint = open_start_weights(address).opened
     return checkpoint is not None and any(map(_HEAD.match, checkpoint.tensors))
 
 
