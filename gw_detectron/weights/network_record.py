@@ -35,8 +35,8 @@ class Preprocessing:
         """Read the keys of a config that say how images become a detector's input."""
         return cls(
             cfg.INPUT.FORMAT,
-            tuple(cfg.MODEL.PIXEL_MEAN),
-            tuple(cfg.MODEL.PIXEL_STD),
+            tuple(map(float, cfg.MODEL.PIXEL_MEAN)),
+            tuple(map(float, cfg.MODEL.PIXEL_STD)),
             cfg.MODEL.RESNETS.STRIDE_IN_1X1,
         )
 

@@ -179,14 +179,17 @@ def expected_preprocessing(checkpoint: Checkpoint) -> Preprocessing | None:
         return checkpoint.network.preprocessing
     record = checkpoint.metadata.get(RUN_RECORD_KEY)
     try:
-        config = _flat_config(record["config"])  # type: ignore[index]
-        return Preprocessing(
-            str(config["INPUT.FORMAT"]),
-            tuple(map(float, config["MODEL.PIXEL_MEAN"])),
-            tuple(map(float, config["MODEL.PIXEL_STD"])),
-            bool(config["MODEL.RESNETS.STRIDE_IN_1X1"]),
-        )
-    except (LookupError, TypeError, ValueError):  # no record of this package
+        config = parse_config(record["config"], RUN_RECORD_KEY)  # type: ignore[index]
+        return Preprocessing.from_config(CfgNode(config))
+    # no record of this package
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ):
         return None
 
 
