@@ -3,7 +3,7 @@
 import contextlib
 import json
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -114,16 +114,14 @@ def _described(cfg: CfgNode, plan: Plan) -> str:
     )
 
 
+@dataclass
 class _Runs:
     """The runs of a schedule, their results and the folder of both."""
 
-    def __init__(
-        self, what: Comparison, cfg: CfgNode, schedule: Schedule, report: Report
-    ) -> None:
-        self._what = what
-        self._cfg = cfg
-        self._schedule = schedule
-        self._report = report
+    what: Comparison
+    cfg: CfgNode
+    schedule: Schedule
+    report: Report
 
     def run_all(self, processes: Processes) -> None:
         """Run what is not finished, some at a time."""
@@ -132,8 +130,8 @@ class _Runs:
             while True:
                 # also those that an interruption has left out
                 self._write_results()
-                free = self._what.jobs - len(running)
-                for job in self._schedule.waiting(running)[:free]:
+                free = self.what.jobs - len(running)
+                for job in self.schedule.waiting(running)[:free]:
                     running[job] = self._start(job, processes)
                 if not running:
                     return
@@ -150,28 +148,28 @@ class _Runs:
             end_processes(running.values(), PATIENCE)
 
     def _folder(self, job: Job) -> Path:
-        return self._what.folder / "runs" / job.name
+        return self.what.folder / "runs" / job.name
 
     def _start(self, job: Job, processes: Processes) -> BaseProcess:
         folder = self._folder(job)
-        evaluations = self._schedule.evaluations
-        request = self._what.job_request(folder, job, self._cfg, evaluations)
+        evaluations = self.schedule.evaluations
+        request = self.what.job_request(folder, job, self.cfg, evaluations)
         return processes.start(train, folder, job, request)
 
     def _take_result(self, job: Job, process: BaseProcess) -> None:
-        schedule = self._schedule
+        schedule = self.schedule
         try:
             result = result_of(self._folder(job), process)
         except RunError as error:
             schedule.failed.add(job.norm)
-            self._report(f"FAILED {error} {job.norm} is left out.")
+            self.report(f"FAILED {error} {job.norm} is left out.")
             return
 
         schedule.results[job] = result
         score = f"{result['score']} {result['AP']:.1f}"
         end = "diverged: AP 0" if result["diverged"] else score
         minutes = schedule.seconds_left(schedule.seeds) / 60
-        self._report(
+        self.report(
             f"{job.norm}, rate {job.rate:g}, seed {job.seed}, {job.iterations} iterations: {end} "
             f"({result['seconds']:.0f} s). {len(schedule.results)} runs done, about {minutes:.0f} min "
             "left."
@@ -179,13 +177,13 @@ class _Runs:
 
     def _write_results(self) -> None:
         """Write a line for each finished run of the plan, in its order."""
-        results = self._schedule.in_order().values()
+        results = self.schedule.in_order().values()
         lines = [json.dumps(result) + "\n" for result in results]
-        write_text(self._what.folder / RESULTS, "".join(lines))
+        write_text(self.what.folder / RESULTS, "".join(lines))
 
     def conclude(self) -> dict[str, Any]:
         """Compare the norms without a failed run; write the page, the numbers and the config."""
-        schedule = self._schedule
+        schedule = self.schedule
         results = {
             job: result
             for job, result in schedule.in_order().items()
@@ -197,7 +195,7 @@ class _Runs:
             )
         schedule.check_ap(results)
 
-        folder = self._what.folder
+        folder = self.what.folder
         plan = schedule.plan
         numbers = summarize(plan, results)
         sections = verdict_sections(numbers, plan, results)
@@ -210,6 +208,6 @@ class _Runs:
     def _write_config(self, norm: str, rate: float) -> None:
         """Write the config to continue with: the given one with the norm and its rate."""
         keys = {"SOLVER.BASE_LR": rate, "OUTPUT_DIR": "output/recommended"}
-        recommended = changed_config(self._cfg, {**norm_keys(norm), **keys})
-        write_text(self._what.folder / RECOMMENDED, recommended.dump())
-        record_datasets(self._cfg, str(self._what.folder))
+        recommended = changed_config(self.cfg, {**norm_keys(norm), **keys})
+        write_text(self.what.folder / RECOMMENDED, recommended.dump())
+        record_datasets(self.cfg, str(self.what.folder))

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,17 @@ def picture_name(source: ImageSource, names: Collection[str], number: int) -> st
     return name
 
 
+@dataclass
 class Drawer:
     """Draw the objects of a source, and write the picture or an mp4 file.
 
     A video has the size of its first frame. Without a path, nothing is drawn.
     """
 
-    def __init__(
-        self, source: ImageSource, path: Path | None, metadata: Metadata
-    ) -> None:
-        self.source = source
-        self.path = path
-        self.metadata = metadata
-        self.video: Any = None
+    source: ImageSource
+    path: Path | None
+    metadata: Metadata
+    video: Any = None  # once it is open
 
     def draw(self, image: Any, instances: Instances) -> None:
         if self.path is None:
