@@ -17,7 +17,7 @@ import safetensors.numpy
 import yaml
 from torch import Tensor
 
-from ..atomic import atomic_write, remove_unfinished
+from ..atomic import atomic_write
 from ..errors import (
     FileAccessError,
     UnknownNormError,
@@ -139,7 +139,6 @@ def convert_file(
             raise FileAccessError(
                 f"target ({str(path)!r}): exists. Fix: give another name or --force."
             )
-    remove_unfinished(target.parent)
 
     conversion = load_weights(source, **options)
     norms = {detectron2_name(layer): spec for layer, spec in conversion.norms.items()}

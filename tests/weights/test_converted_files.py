@@ -10,6 +10,7 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 
+from gw_detectron.atomic import atomic_write
 from gw_detectron.errors import UserError, WeightsFileError
 from gw_detectron.weights import (
     convert,
@@ -175,6 +176,14 @@ def test_files_are_overwritten_by_request_and_folders_created(
     assert "S1-B1" in (tmp_path / "own.yaml").read_text()
     convert_file(r18_file, "new/folder/a.pkl")
     assert (tmp_path / "new/folder/a.pkl").is_file()
+
+
+def test_the_unfinished_file_of_another_process_stays(r18_file, tmp_path):
+    checkpoint = tmp_path / "model_0000099.pth"
+    with atomic_write(checkpoint) as unfinished:
+        unfinished.write_text("of a training")
+        convert_file(r18_file, tmp_path / "r18.pkl")
+    assert checkpoint.is_file()
 
 
 def test_a_record_must_fit_the_tensors(converted, tmp_path):
