@@ -22,6 +22,7 @@ from ..dataset.source import sources_of
 from ..run import RunRequest, prepare
 from ..run.checks import check_run
 from ..run.request import DatasetFlags
+from ..run.timing import check_minutes
 from .plan import Job, check_plan, norm_keys, schedule_keys
 
 Report = Callable[[str], object]
@@ -123,10 +124,8 @@ def _check_flags(what: Comparison) -> None:
     """Refuse what cannot be compared, before the config is read."""
     check_minimum("--jobs", what.jobs)
     check_minimum("--seeds", what.seeds, 0)
-    if not what.iterations and not what.minutes > 0:
-        raise ConfigError(
-            "--minutes: neither a time nor --iterations given. Fix: give e.g. --minutes 60."
-        )
+    if what.minutes or not what.iterations:
+        check_minutes(what.minutes)
     check_plan(what.norms, what.rates or [1.0], what.iterations or 2)
     gpus = what.base.num_gpus
     if gpus > 1:

@@ -73,6 +73,8 @@ def compare(data, output, flags="", *, equal_time=False, **keys):
     ("flags", "error", "named"),
     [
         ("--iterations 0", ConfigError, "--minutes"),
+        ("--iterations 0 --minutes inf", ConfigError, "--minutes"),
+        ("--minutes -5", ConfigError, "--minutes"),
         ("--iterations 1", ConfigError, "--iterations"),
         ("--norms GW", ConfigError, "--norms"),
         ("--norms GW GW", ConfigError, "--norms"),
