@@ -44,8 +44,9 @@ class Processes:
         if device != "cpu" and torch.cuda.device_count() > 1:
             self.gpus = [*_visible_gpus(torch.cuda.device_count())]
 
-        given = int(os.environ.get("OMP_NUM_THREADS") or 0)
-        self.threads = given or max(1, torch.get_num_threads() // jobs)
+        self.threads = torch.get_num_threads()
+        if not os.environ.get("OMP_NUM_THREADS"):  # which torch obeys
+            self.threads = max(1, self.threads // jobs)
 
     def start(self, work: Callable[..., Any], folder: Path, *args: Any) -> BaseProcess:
         """Start ``work(folder, *args)`` on the GPU with the fewest processes."""
