@@ -109,7 +109,7 @@ def check_output(
                 "Fix: set TEST.BEST as in that run, or move the file elsewhere."
             )
     elif resume and any(
-        path.name != BEST_CHECKPOINT for path in Path(folder).glob("*.pth")
+        path.name != BEST_CHECKPOINT for path in Path(folder).glob("model_*.pth")
     ):
         report.errors.append(
             f"--resume: '{folder}/last_checkpoint', which names the checkpoint, is missing. "

@@ -334,6 +334,12 @@ def test_a_link_to_a_checkpoint_that_was_moved_away(tmp_path):
     assert "start again with --overwrite" in error
 
 
+def test_downloaded_weights_in_the_folder_are_no_run_to_resume(tmp_path):
+    (tmp_path / "R-50.pth").touch()
+
+    assert output_errors(tmp_path, resume=True) == []
+
+
 @pytest.mark.parametrize(
     "name", ["model_best.pth", "model_final.pth", "last_checkpoint"]
 )
