@@ -178,14 +178,14 @@ class BatchWhitening2d(nn.Module):
 
     def running_matrices(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the whitening matrices of evaluation, before the rotation."""
-        running = self.get_buffer(f"running_{self.running}")
+        running = getattr(self, f"running_{self.running}")
         matrices = split_matrices(running.to(dtype))
         if self.running == "covariance":
             matrices = [self.solver(covariance) for covariance in matrices]
         return matrices
 
     def _start_running(self, values: Tensor) -> None:
-        running = self.get_buffer(f"running_{self.running}")
+        running = getattr(self, f"running_{self.running}")
         running.copy_(self._diagonal(values))
 
     def _diagonal(self, values: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class BatchWhitening2d(nn.Module):
             matrices = [covariance * unbiased for covariance in batch.covariances]
 
         weight = self.momentum * (columns > 1).to(columns.dtype)
-        running = self.get_buffer(f"running_{self.running}")
+        running = getattr(self, f"running_{self.running}")
         values = join_matrices(matrices, self.channels_per_group)
         _average(self.running_mean, batch.mean, weight)
         _average(running, values, weight)

@@ -24,10 +24,10 @@ class ConvNormReLU(Conv2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        # a forward of the instance may not take relu
-        norm_fuses = getattr(self.norm, "fuses_relu", False) and "forward" not in vars(
-            self.norm
-        )
+        norm_fuses = getattr(self.norm, "fuses_relu", False)
+        if norm_fuses:
+            # a forward of the instance may not take relu; torch.compile of torch 2.7 traces no vars()
+            norm_fuses = "forward" not in self.norm.__dict__
         # a subclass of nn.ReLU may compute another function
         is_relu = type(self.activation) is nn.ReLU or self.activation is F.relu
         if not (norm_fuses and is_relu):

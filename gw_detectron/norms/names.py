@@ -96,6 +96,10 @@ def _group_norm(
 ) -> nn.GroupNorm:
     check_integer("num_groups", num_groups, least=1, example=32)
     check_number("eps", eps, least=0, example=1e-5)
+    if num_channels % num_groups:
+        raise ValueError(
+            f"num_groups ({num_groups}): does not divide {num_channels} channels."
+        )
     return nn.GroupNorm(num_groups, num_channels, eps, **tensor_options)
 
 

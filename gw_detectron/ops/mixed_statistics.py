@@ -41,11 +41,6 @@ class Mixture(NamedTuple):
     a: float
     b: float
 
-    @property
-    def between(self) -> float:
-        """Weight of the variance between the means of both distributions."""
-        return self.b * (1 - self.b)
-
 
 class FixedNorm(NamedTuple):
     """What BN in evaluation computes with: four tensors (C,), and eps."""
@@ -56,12 +51,17 @@ class FixedNorm(NamedTuple):
     running_var: Tensor
     eps: float
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
         """Compute BN in evaluation, in the dtype of x."""
         dtype = compute_dtype(x)
-        weight, bias, mean, variance = (tensor.to(dtype) for tensor in self[:-1])
         y = F.batch_norm(
-            x.to(dtype), mean, variance, weight, bias, training=False, eps=self.eps
+            x.to(dtype),
+            self.running_mean.to(dtype),
+            self.running_var.to(dtype),
+            self.weight.to(dtype),
+            self.bias.to(dtype),
+            training=False,
+            eps=self.eps,
         )
         return y.to(x.dtype)
 
@@ -87,7 +87,7 @@ def mix_whiten_reference(
     (float64 for float64 input), also under autocast.
     """
     if mixture == (0, 0) or x.numel() == 0:
-        return norm(x)
+        return norm.apply(x)
 
     with autocast_off(x.device.type):
         u = norm.normalize(x)
@@ -109,7 +109,7 @@ def mix_whiten_reference(
 def mix_standardize(x: Tensor, norm: FixedNorm, mixture: Mixture) -> Tensor:
     """Normalize (N, C, *spatial) by BN's statistics mixed with each channel's own: S is diagonal."""
     if mixture == (0, 0) or x.numel() == 0:
-        return norm(x)
+        return norm.apply(x)
 
     shape = [*x.shape[:2]] + [1] * (x.dim() - 2)
     with autocast_off(x.device.type):
@@ -130,7 +130,8 @@ def mix_standardize(x: Tensor, norm: FixedNorm, mixture: Mixture) -> Tensor:
 
 def mixed_inverse_std(mean: Tensor, variance: Tensor, mixture: Mixture) -> Tensor:
     """Return the diagonal of S^(-1/2) for a diagonal covariance; 0 for a channel without variance."""
-    s = (1 - mixture.a) + mixture.a * variance + mixture.between * mean.square()
+    within = (1 - mixture.a) + mixture.a * variance
+    s = within + _between(mixture) * mean.square()
     is_zero = s <= zero_variance_threshold(s.dtype)
     return s.masked_fill(is_zero, torch.inf).rsqrt()
 
@@ -146,12 +147,20 @@ def mixed_inverse_sqrt(
         mixture: a and b.
         num_iters: steps of :func:`bounded_inverse_sqrt`.
     """
-    between = mixture.between * mean[..., :, None] * mean[..., None, :]
+    between = _between(mixture) * mean[..., :, None] * mean[..., None, :]
     if mixture.a == 0 or covariance is None:
         return _rank_one_inverse_sqrt(mean, between)
     return bounded_inverse_sqrt(
         mixture.a * covariance + between, 1 - mixture.a, num_iters
     )
+
+
+def _between(mixture: Mixture) -> float:
+    """Return the weight of the variance between the means of both distributions.
+
+    It is no property: torch.compile of torch 2.7 traces none of a NamedTuple.
+    """
+    return mixture.b * (1 - mixture.b)
 
 
 def _rank_one_inverse_sqrt(mean: Tensor, between: Tensor) -> Tensor:

@@ -345,7 +345,7 @@ def test_batch_whitening_keeps_its_own_statistics():
 
 
 def test_the_activation_of_a_layer_survives_its_freezing():
-    norm = timm.layers.BatchNormAct2d(8, act_layer=nn.PReLU)
+    norm = timm.layers.BatchNormAct2d(8, act_layer=nn.PReLU, inplace=False)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), norm).eval()
     convert_norms(model, {"*": "BW"})
     nn.init.constant_(model[1].act.weight, 0.1)
