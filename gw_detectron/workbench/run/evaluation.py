@@ -49,7 +49,10 @@ class DenseCOCOEvaluator(COCOEvaluator):
         # faster-coco-eval takes only integers
         keys = (*self._coco_api.imgs, *self._coco_api.cats)
         self._use_fast_impl &= all(isinstance(key, int) for key in keys)
-        self._fingerprint = read_fingerprint(self._coco_api.dataset)
+        source = own_source(dataset_name)  # whose fingerprint the checks have made
+        self._fingerprint = (
+            source.fingerprint if source else read_fingerprint(self._coco_api.dataset)
+        )
         self._detections = detections
 
     def _derive_coco_results(
