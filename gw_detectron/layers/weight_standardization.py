@@ -37,7 +37,8 @@ class WeightStandardized(nn.Module):
 
     Parameters and state dict contain the weight itself; writing into the computed one has no effect.
     So initialize before, or by ``reset_parameters``, fold no BN into it (``fuse_conv_bn_eval``), and
-    do not shard it by ``fully_shard`` (FSDP2), which would train the computed one.
+    do not shard it by ``fully_shard`` (FSDP2), which would train the computed one. ``torch.export`` of
+    torch 2.7 takes the weight itself unless ``strict=False``.
     """
 
     @property
