@@ -35,7 +35,7 @@ from ..layers import (
     MixedBatchNorm2d,
     MixedWhitening2d,
 )
-from ..ops.arguments import check_integer, check_number
+from ..ops.arguments import check_divides, check_integer, check_number
 from ..ops.solvers import OPTION_SOLVER
 
 #: an argument of Detectron2's ``get_norm``: one of its names, or a function of the number of channels
@@ -96,10 +96,7 @@ def _group_norm(
 ) -> nn.GroupNorm:
     check_integer("num_groups", num_groups, least=1, example=32)
     check_number("eps", eps, least=0, example=1e-5)
-    if num_channels % num_groups:
-        raise ValueError(
-            f"num_groups ({num_groups}): does not divide {num_channels} channels."
-        )
+    check_divides(num_groups, num_channels)  # torch 2.7 does not name them
     return nn.GroupNorm(num_groups, num_channels, eps, **tensor_options)
 
 

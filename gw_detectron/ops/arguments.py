@@ -59,6 +59,17 @@ def check_integer(
         raise ValueError(_message(name, value, expected, example))
 
 
+def check_divides(num_groups: int, num_channels: int) -> None:
+    """Raise ValueError unless the channels can be divided into groups of one size."""
+    if num_channels % num_groups:
+        divisors = range(1, num_channels + 1)
+        allowed = [divisor for divisor in divisors if num_channels % divisor == 0]
+        raise ValueError(
+            f"num_groups ({num_groups}): does not divide {num_channels} channels. "
+            f"Fix: choose one of {allowed}."
+        )
+
+
 def check_number(
     name: str, value: Any, *, least: float, example: float, most: float = inf
 ) -> None:

@@ -409,7 +409,7 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
         (
             small,
             {"1": "BW", "4": "GN:groups=5"},
-            r"convert_norms, 4 \('GN:groups=5'\): .*does not divide 8 channels",
+            r"convert_norms, 4 \('GN:groups=5'\): .*does not divide 16 channels. Fix: choose one of",
         ),
         (
             small,

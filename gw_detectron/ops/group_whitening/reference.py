@@ -8,7 +8,7 @@ import math
 
 from torch import Tensor
 
-from ..arguments import check_integer
+from ..arguments import check_divides, check_integer
 from ..numerics import autocast_off, compute_dtype, memory_format_of
 from ..solvers import Solver
 
@@ -22,13 +22,7 @@ def effective_groups(num_channels: int, num_groups: int) -> int:
     check_integer("num_channels", num_channels, least=1, example=64)
     check_integer("num_groups", num_groups, least=1, example=64)
     groups = min(num_groups, num_channels)
-    if num_channels % groups:
-        divisors = range(1, num_channels + 1)
-        allowed = [divisor for divisor in divisors if num_channels % divisor == 0]
-        raise ValueError(
-            f"num_groups ({num_groups}): does not divide {num_channels} channels. "
-            f"Fix: choose one of {allowed}."
-        )
+    check_divides(groups, num_channels)
     return groups
 
 
