@@ -337,7 +337,9 @@ class Trainer(DefaultTrainer):
         built += at_end
 
         if comm.is_main_process():
-            built.append(hooks.PeriodicWriter(self.build_writers(), period=20))
+            # Detectron2's 20, or before the next evaluation replaces the scores
+            steps = min(20, period) if period > 0 else 20
+            built.append(hooks.PeriodicWriter(self.build_writers(), period=steps))
         return built
 
     def _periodic_checkpointer(self) -> hooks.PeriodicCheckpointer:

@@ -239,6 +239,15 @@ def test_an_ended_run_is_evaluated_with_augmentation(tmp_path, scripted, monkeyp
     assert RunFolder(tmp_path).metrics[-1]["bbox_TTA/AP"] == 7
 
 
+def test_the_metrics_have_the_scores_of_all_evaluations(tmp_path, scripted):
+    scripted(10.0, 40.0, 20.0)
+    run(tmp_path, SOLVER__MAX_ITER=3)
+
+    lines = RunFolder(tmp_path).metrics
+    scores = [line["bbox/AP"] for line in lines if "bbox/AP" in line]
+    assert scores == [10, 40, 20]
+
+
 def test_an_extended_run_keeps_the_best_weights_of_the_finished_one(tmp_path, scripted):
     """The checkpoint of a finished run is written before its last evaluation."""
     scripted(10.0, 40.0)

@@ -319,7 +319,7 @@ class TestEvaluation:
         assert set(results) == {"bbox", "segm"}
         assert 0 <= results["bbox"]["AP"] <= 100
         lines = read_metrics(folder / "metrics.json")
-        assert [line["iteration"] for line in lines if "total_loss" in line] == [2]
+        assert [line["iteration"] for line in lines if "total_loss" in line] == [1, 2]
         augmented = [line for line in lines if "bbox_TTA/AP" in line]
         assert "segm_TTA/AP" in augmented[-1]
         assert list(folder.glob("events.out.tfevents.*"))
