@@ -1,4 +1,4 @@
-"""Run the tests that need Detectron2 on other versions; update the table of CONTRIBUTING.md.
+"""Run the tests of the layers, and those that need Detectron2, on other versions; update the table of CONTRIBUTING.md.
 
 ``make matrix`` builds an environment in build/matrix for the lowest and the newest versions that pyproject.toml allows,
 and for the libraries of docs/your_model.md.
