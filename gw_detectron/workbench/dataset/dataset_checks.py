@@ -19,7 +19,7 @@ from ...errors import CheckReport, DataError, similar_names, summarize_names
 from ...modeling.build import CLASS_COUNTS
 from ..images import content_key, evenly_spread, read_header
 from ..images.headers import ImageError
-from ..images.image_files import list_files, only_images
+from ..images.image_files import only_images, walk_files
 from .annotation_checks import check_coco
 from .data_fit import check_fit
 from .faults import (
@@ -44,6 +44,7 @@ _EVALUATORS = {
     "SemanticSegmentor": ("coco_panoptic_seg", "sem_seg"),
 }
 _MOST_HEADERS = 1000  # a few seconds on a network disk
+_MOST_LISTED = 100_000  # some seconds; the folder may be a whole disk
 _KEYPOINT_FIX = (
     "Fix: write them into the categories of the json, as keypoints, or both keys into --datasets FILE "
     "(docs/your_data.md); of a dataset registered in Python, set them in MetadataCatalog."
@@ -246,7 +247,8 @@ def _missing_files(root: str, images: Sequence[dict]) -> list[str]:
     if not missing:
         return []
 
-    there = {_plain(str(file)): file for file in only_images(list_files(root))}
+    files_there = sorted(itertools.islice(walk_files(root), _MOST_LISTED))
+    there = {_plain(str(file)): file for file in only_images(files_there)}
     named = []
     for path in missing:
         similar = there.get(_plain(path))

@@ -302,8 +302,12 @@ def find_images(folder: str | os.PathLike[str]) -> list[Path]:
 
 def list_files(folder: str | os.PathLike[str]) -> list[Path]:
     """List the files below a folder and in linked folders, sorted; hidden ones are left out."""
+    return sorted(walk_files(folder))
+
+
+def walk_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the files of :func:`list_files` as they are found."""
     seen = set()
-    files = []
     for place, below, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
         if real in seen:  # a link to a folder above it, or linked twice
@@ -311,8 +315,7 @@ def list_files(folder: str | os.PathLike[str]) -> list[Path]:
             continue
         seen.add(real)
         below[:] = [name for name in below if not name.startswith((".", "__MACOSX"))]
-        files += [Path(place, name) for name in names if not name.startswith(".")]
-    return sorted(files)
+        yield from (Path(place, name) for name in names if not name.startswith("."))
 
 
 def only_images(files: Iterable[Path]) -> list[Path]:
