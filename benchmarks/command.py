@@ -20,7 +20,12 @@ from .environment import describe, select_device
 from .kernel_benchmark import SHAPES as KERNEL_SHAPES
 from .kernel_benchmark import measure_kernels
 from .layer_benchmark import MEMORY, SHAPES, measure_layers, parse_shape
-from .network_benchmark import MODELS, measure_detectors, measure_networks
+from .network_benchmark import (
+    MODELS,
+    OPTIONAL_MODELS,
+    measure_detectors,
+    measure_networks,
+)
 from .networks import Sizes
 from .providers import MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case
 from .table import Row, Table, plot, summary, write_csv
@@ -68,10 +73,10 @@ def get_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--models",
         nargs="+",
-        default=list(MODELS),
+        default=[name for name in MODELS if name not in OPTIONAL_MODELS],
         choices=MODELS,
         metavar="NAME",
-        help=" ".join(MODELS),
+        help=f"{' '.join(MODELS)}; default: all but {', '.join(OPTIONAL_MODELS)}",
     )
     model.add_argument(
         "--variants",

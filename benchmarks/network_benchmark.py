@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from examples.shapes import draw_images
+from gw_detectron.errors import ConfigError
 from gw_detectron.workbench.images import read_image
 from gw_detectron.workbench.predict import open_predictor
 
 from .memory import memory_cells
-from .networks import Iteration, Sizes, Variant, classifier, detector
+from .networks import EXECUTIONS, Iteration, Sizes, Variant, classifier, detector
 from .providers import PRECISIONS
 from .table import Row
 from .timing import Step, time_alternating
@@ -38,19 +39,27 @@ _MIXED = {
     "MixBN-S1-B2": Variant("FrozenBN", "MixBN", "S1-B2"),
 }
 _OTHERS = _BN | _GN | _BW | {"GW-S1-B2": _GW["GW-S1-B2"]}
-_MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_{}.yaml"
+_LAUNCHED = _BN | _GN | {name: _GW[name] for name in ("GW-S1-B2", "GW-ALL")}
+_MASK_RCNN = {
+    norm: Variant(
+        config=f"COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_{norm}.yaml"
+    )
+    for norm in ("FrozenBN", "GN", "GW")
+}
 #: the variants of every model; the others are divided by the first. Each row is a training iteration, or inference
 MODELS: dict[str, dict[str, Variant]] = {
     "R-50": _BN | _GN | _BW | _GW | _TWO_STEPS | _BASELINES | _MIXED,
     "R-101": _OTHERS,
     "X-50-32x4d": _OTHERS,
     "X-101-32x8d": _OTHERS,
-    "mask_rcnn_R-50": {
-        norm: Variant(config=_MASK_RCNN.format(norm))
-        for norm in ("FrozenBN", "GN", "GW")
-    },
+    "mask_rcnn_R-50": _MASK_RCNN,
     "R-50-inference": _BN | _GN | {"GW-S1-B2": _GW["GW-S1-B2"]},
+    "R-50-compiled": _LAUNCHED,
+    "R-50-graph": _LAUNCHED,
+    "mask_rcnn_R-50-graph": _MASK_RCNN,
 }
+#: measured if they are named: compilation takes minutes, and CUDA graphs need a GPU
+OPTIONAL_MODELS = ("R-50-compiled", "R-50-graph", "mask_rcnn_R-50-graph")
 #: milliseconds of the paper, on V100 GPUs; BW is its BW_Sigma. Source: supplement, section 6.2, Tables 2 and 3
 PAPER: dict[str, dict[str, int]] = {
     "R-50": dict(
@@ -122,16 +131,18 @@ def measure_networks(
 def _build(
     model: str, variant: Variant, dtype: str, sizes: Sizes, device: torch.device
 ) -> Iteration:
+    architecture, _, execution = model.rpartition("-")
+    if execution not in EXECUTIONS:
+        architecture, execution = model, ""
+    if execution == "graph" and device.type != "cuda":
+        raise ConfigError(
+            f"--models ('{model}'): a CUDA graph needs a GPU. Fix: name others."
+        )
     torch.manual_seed(0)
+    precision = PRECISIONS[dtype]
     if variant.config:
-        return detector(variant, sizes, PRECISIONS[dtype], device)
-    architecture, training = (
-        model.removesuffix("-inference"),
-        not model.endswith("-inference"),
-    )
-    return classifier(
-        architecture, variant, sizes, PRECISIONS[dtype], device, training=training
-    )
+        return detector(variant, sizes, precision, device, execution)
+    return classifier(architecture, variant, sizes, precision, device, execution)
 
 
 def measure_detectors(

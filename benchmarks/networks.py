@@ -22,10 +22,13 @@ from gw_detectron.config import read_config
 from gw_detectron.modeling import gw_resnet
 from gw_detectron.workbench.run import Trainer
 
+from .cuda_graphs import capture_backbone, capture_step
 from .providers import Precision
 from .timing import Step
 
 CLASSES = 1000
+#: how a network runs, other than as plain training: the ends of the models' names
+EXECUTIONS = ("inference", "graph", "compiled")
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Variant(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """An iteration and its model. In training also the forward pass, for counting memory."""
+    """An iteration and its model. In plain training also the forward pass, for counting memory."""
 
     step: Step
     model: nn.Module
@@ -74,8 +77,7 @@ def classifier(
     sizes: Sizes,
     precision: Precision,
     device: torch.device,
-    *,
-    training: bool = True,
+    execution: str = "",
 ) -> Iteration:
     """Build an ImageNet iteration of a ResNet or ResNeXt.
 
@@ -87,7 +89,8 @@ def classifier(
         sizes: of a batch.
         precision: of the forward pass.
         device: where.
-        training: False for the forward pass in evaluation mode.
+        execution: ``inference`` for the forward pass in evaluation mode, ``graph`` for the whole iteration as a CUDA
+            graph, ``compiled`` for a model compiled by torch, which uses CUDA graphs, too.
 
     Source: Group Whitening, section 5.1.1, with another batch size than 256.
     """
@@ -104,9 +107,10 @@ def classifier(
         conv=variant.conv,
     )
     stages = [list(stage) for stage in backbone.stages]
-    model = (
-        ResNet(backbone.stem, stages, num_classes=CLASSES).to(device).train(training)
-    )
+    model = ResNet(backbone.stem, stages, num_classes=CLASSES).to(device)
+    model.train(execution != "inference")
+    if execution == "compiled":
+        model.compile(mode="reduce-overhead")
     optimizer = torch.optim.SGD(
         model.parameters(), lr=0.0, momentum=0.9, weight_decay=1e-4
     )
@@ -114,7 +118,7 @@ def classifier(
     images = torch.randn(
         sizes.batch_size, 3, sizes.image_size, sizes.image_size, generator=generator
     ).to(device)
-    if not training:
+    if execution == "inference":
 
         @torch.no_grad()
         def run() -> Any:
@@ -128,21 +132,29 @@ def classifier(
         with precision.context(device):
             return F.cross_entropy(model(images)["linear"], labels)
 
-    return Iteration(
-        _training_step(forward, optimizer, precision, device), model, forward
-    )
+    step = _training_step(forward, optimizer, precision, device)
+    if execution:  # whose memory is not the one that autograd saves
+        step = capture_step(step) if execution == "graph" else step
+        return Iteration(step, model)
+    return Iteration(step, model, forward)
 
 
 def detector(
-    variant: Variant, sizes: Sizes, precision: Precision, device: torch.device
+    variant: Variant,
+    sizes: Sizes,
+    precision: Precision,
+    device: torch.device,
+    execution: str = "",
 ) -> Iteration:
     """Build a training iteration of the detector of a config, see :func:`detector_training`."""
     cfg = read_config(variant.config)
     cfg.MODEL.DEVICE = str(device)
-    return detector_training(cfg, sizes, precision)
+    return detector_training(cfg, sizes, precision, execution)
 
 
-def detector_training(cfg: CfgNode, sizes: Sizes, precision: Precision) -> Iteration:
+def detector_training(
+    cfg: CfgNode, sizes: Sizes, precision: Precision, execution: str = ""
+) -> Iteration:
     """Build a training iteration of a detector from random weights, with the optimizer of its config.
 
     Each image has as many objects as the heads take positive regions, and their boxes are among the proposals. The
@@ -152,20 +164,23 @@ def detector_training(cfg: CfgNode, sizes: Sizes, precision: Precision) -> Itera
         cfg: the detector and its device. Its learning rate becomes 0.
         sizes: of a batch.
         precision: of the forward pass.
+        execution: ``graph`` for a backbone as CUDA graphs.
     """
     cfg.SOLVER.BASE_LR, device = 0.0, torch.device(cfg.MODEL.DEVICE)
-    model = Trainer.build_model(cfg).train()
+    model: Any = Trainer.build_model(cfg).train()
     optimizer = build_optimizer(cfg, model)
     batch = random_batch(cfg, sizes)
+    if execution == "graph":
+        with precision.context(device):
+            capture_backbone(model.backbone, model.preprocess_image(batch).tensor)
 
     def forward() -> Tensor:
         torch.manual_seed(0)  # sample the same anchors and proposals for the losses
         with EventStorage(), precision.context(device):
             return sum(model(batch).values())
 
-    return Iteration(
-        _training_step(forward, optimizer, precision, device), model, forward
-    )
+    step = _training_step(forward, optimizer, precision, device)
+    return Iteration(step, model, None if execution else forward)
 
 
 def random_batch(cfg: CfgNode, sizes: Sizes) -> list[dict[str, Any]]:

@@ -1,6 +1,9 @@
 """Benchmarks: timing without a real clock, bytes by hand, the paper's listing by its numbers, ratios at tiny sizes."""
 
 import itertools
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from benchmarks.providers import (
 )
 from benchmarks.table import Table, geometric_means, plot, summary, write_csv
 from benchmarks.timing import Step, time_alternating
+from gw_detectron.errors import ConfigError
 
 from ..ops.cases import assert_close, features, gradients
 from ..ops.oracle import Setting, group_whiten, group_whiten_backward
@@ -30,6 +34,7 @@ from .csv_files import read_rows
 CPU = torch.device("cpu")
 SIZES = Sizes(batch_size=2, image_size=32, detector_batch=2, detector_image=64)
 DEMO = "quick_schedules/mask_rcnn_R_18_FPN_{}_demo.yaml"
+BN = {"BN": Variant("BN")}
 USUAL = [name for name in PROVIDERS if name not in OPTIONAL]
 
 
@@ -252,3 +257,79 @@ def test_rows_are_written_as_they_come(tmp_path, monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         run(*words, "--providers", "ours", "--modes", "forward", "memory")
     assert [row["mode"] for row in read_rows(tmp_path / "t.csv")] == ["forward"]
+
+
+def test_a_graph_needs_a_gpu():
+    with pytest.raises(ConfigError, match="R-50-graph"):
+        next(measure_networks(["R-50-graph"], None, "fp32", SIZES, 1, CPU))
+
+
+def test_a_captured_backbone_has_the_features_and_gradients_of_before(monkeypatch):
+    # a graph replays on a GPU alone
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda module, _: module)
+    variant, precision = Variant(config=DEMO.format("BN_GW")), PRECISIONS["fp32"]
+    plain = detector(variant, SIZES, precision, CPU)
+    torch.manual_seed(0)
+    captured = detector(variant, SIZES, precision, CPU, "graph")
+    captured.model.load_state_dict(plain.model.state_dict())
+
+    for iteration in (plain, captured):
+        iteration.step.run()
+
+    of_plain, of_captured = (
+        {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        for model in (plain.model, captured.model)
+    )
+    assert of_plain.keys() == of_captured.keys()
+    for name, gradient in of_plain.items():
+        assert torch.equal(gradient, of_captured[name]), name
+
+
+@pytest.mark.slow
+def test_a_compiled_network_is_measured(monkeypatch):
+    monkeypatch.setattr(network_benchmark, "MODELS", {"R-18-compiled": BN})
+    monkeypatch.setattr(timing, "WARM_UP", 1)
+
+    (row,) = measure_networks(["R-18-compiled"], None, "fp32", SIZES, 1, CPU)
+
+    assert row["median_ms"] > 0
+    assert "saved_mib" not in row
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_commands_of_the_script_for_a_gpu(device, tmp_path):
+    """A program in the place of Python writes down what it is called with."""
+    python = tmp_path / "python"
+    calls = tmp_path / "calls.txt"
+    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {calls}\n')
+    python.chmod(0o755)
+    script = Path(command.__file__).with_name("gpu.sh")
+
+    environment = os.environ | {"PYTHON": str(python), "DEVICE": device}
+    output = tmp_path / "output"
+    subprocess.run(["bash", script, output], env=environment, check=True, timeout=60)
+
+    lines = [line.split() for line in calls.read_text().splitlines()]
+    measured = [words[1:] for words in lines if words[0] == "tools/benchmark.py"]
+    tested = [word for words in lines for word in words if word.startswith("tests/")]
+    outputs = [command.get_parser().parse_args(words).output for words in measured]
+    assert len(set(outputs)) == len(outputs) == (9 if device == "cuda" else 8)
+    assert all((script.parents[1] / path).is_file() for path in tested)
+    assert len(tested) == (2 if device == "cuda" else 0)
+
+
+def test_the_script_for_a_gpu_says_what_failed(tmp_path):
+    script = Path(command.__file__).with_name("gpu.sh")
+
+    environment = os.environ | {"PYTHON": "/bin/false", "DEVICE": "cuda"}
+    run = subprocess.run(
+        ["bash", script, tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert run.returncode == 1
+    *_, failed = run.stdout.splitlines()
+    assert failed.startswith("Failed: kernels_right operator layer_16 ")

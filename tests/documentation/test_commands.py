@@ -108,7 +108,9 @@ def test_a_command_is_valid(page, words, parse, tmp_path, monkeypatch):
         case ["pip", *rest]:
             check_pip(*rest)
         case ["pytest" | "bash", *rest] | ["python", "-m", "pytest", *rest]:
-            files = [word for word in rest if "/" in word]
+            files = [
+                word for word in rest if "/" in word and not word.startswith(READERS)
+            ]
             assert files and all((ROOT / file).exists() for file in files)
         case ["torchrun", _, "examples/timm_models.py", *_] | [
             "torchrun",
