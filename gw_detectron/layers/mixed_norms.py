@@ -114,19 +114,19 @@ class MixedNorm(nn.Module):
 
 
 def check_variance(variance: Tensor, eps: float, where: str) -> None:
-    """Raise ValueError for a running variance that no data have; warn of channels that never changed."""
+    """Raise ValueError for a running variance that cannot be one; warn of channels that never changed."""
     if variance.is_meta:
         return
     if not (variance.isfinite() & (variance >= 0)).all():
         raise ValueError(f"{where}: negative, NaN or infinite values.")
 
-    constant = int((variance == 0).sum())
-    if constant and not eps:
-        raise ValueError(f"{where}: 0 in {constant} channels, and eps is 0.")
-    if constant:
+    num_constant = int((variance == 0).sum())
+    if num_constant and not eps:
+        raise ValueError(f"{where}: 0 in {num_constant} channels, and eps is 0.")
+    if num_constant:
         warnings.warn(
-            f"{where}: 0 in {constant} channels, which were constant when BN was trained.",
-            stacklevel=3,
+            f"{where}: 0 in {num_constant} channels, which were constant when BN was trained.",
+            stacklevel=1,
         )
 
 

@@ -300,7 +300,7 @@ def mix_statistics(model: nn.Module, mixture: float | str, *, where: str) -> int
     """Mix the image's statistics into the BN and FrozenBN layers of a trained model, in place.
 
     Args:
-        model: a network whose BN layers normalize images.
+        model: a backbone. BN layers of heads see regions, whose statistics are others.
         mixture: a norm name, MixGW or MixBN with options, or a number: the ``alpha`` of MixBN.
         where: the place that an error message names.
 

@@ -246,7 +246,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def named_tensors(value: Any, size: int) -> OrderedDict[str, Tensor]:
-    """Copy a state dict from a file of ``size`` bytes, with its module versions."""
+    """Return the tensors of a state dict from a file of ``size`` bytes, with the versions of its modules."""
     if not isinstance(value, Mapping):
         raise WeightsFileError(
             f"a {type(value).__name__} instead of a dict of tensors. {SAVE_AGAIN}"
@@ -268,7 +268,7 @@ def named_tensors(value: Any, size: int) -> OrderedDict[str, Tensor]:
             )
         tensors[name] = Tensor.detach(tensor)
 
-    # by which modules know their older versions
+    # modules of torch read old states by their versions
     versions = getattr(value, "_metadata", None)
     if isinstance(versions, dict):
         tensors._metadata = versions  # type: ignore[attr-defined]

@@ -94,24 +94,26 @@ class Comparison:
 
 
 def check(
-    what: Comparison, report: Report
+    comparison: Comparison, report: Report
 ) -> tuple[CfgNode, dict[str, dict[str, str]]]:
     """Check what is asked, each norm, and the images of --test-json; report the warnings.
 
     Returns:
         The config, whose datasets stay registered, and the digests of all datasets.
     """
-    _check_flags(what)
+    _check_flags(comparison)
     warnings: dict[str, None] = {}  # once each
     digests = {}
-    if what.scored:
-        tested = _config(what, scored=True)
-        _check_norm(what, tested, what.norms[0], " with --test-json", warnings)
+    if comparison.scored:
+        tested = _config(comparison, scored=True)
+        _check_norm(
+            comparison, tested, comparison.norms[0], " with --test-json", warnings
+        )
         digests["--test-json, "] = _dataset_digests(tested.DATASETS.TEST[0])
 
-    cfg = _config(what, scored=False)  # replaces the datasets above
-    for norm in what.norms:
-        _check_norm(what, cfg, norm, "", warnings)
+    cfg = _config(comparison, scored=False)  # replaces the datasets above
+    for norm in comparison.norms:
+        _check_norm(comparison, cfg, norm, "", warnings)
     for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
         digests[f"dataset '{name}', "] = _dataset_digests(name)
 
@@ -120,21 +122,21 @@ def check(
     return cfg, digests
 
 
-def _check_flags(what: Comparison) -> None:
+def _check_flags(comparison: Comparison) -> None:
     """Refuse what cannot be compared, before the config is read."""
-    check_minimum("--jobs", what.jobs)
-    check_minimum("--seeds", what.seeds, 0)
-    if what.minutes or not what.iterations:
-        check_minutes(what.minutes)
-    check_plan(what.norms, what.rates or [1.0], what.iterations or 2)
-    gpus = what.base.num_gpus
+    check_minimum("--jobs", comparison.jobs)
+    check_minimum("--seeds", comparison.seeds, 0)
+    if comparison.minutes or not comparison.iterations:
+        check_minutes(comparison.minutes)
+    check_plan(comparison.norms, comparison.rates or [1.0], comparison.iterations or 2)
+    gpus = comparison.base.num_gpus
     if gpus > 1:
         raise ConfigError(
             f"--num-gpus ({gpus}): each run uses one GPU. Fix: leave it out; --jobs {gpus} trains "
             f"on {gpus} GPUs, and SOLVER.IMS_PER_BATCH is the batch of one."
         )
-    if what.scored:
-        _check_scored(what.base.data, what.scored)
+    if comparison.scored:
+        _check_scored(comparison.base.data, comparison.scored)
 
 
 def _check_scored(search: DatasetFlags, scored: DatasetFlags) -> None:
@@ -153,8 +155,8 @@ def _check_scored(search: DatasetFlags, scored: DatasetFlags) -> None:
         )
 
 
-def _config(what: Comparison, *, scored: bool) -> CfgNode:
-    cfg = prepare(what.request(what.folder, {}, scored=scored)).cfg
+def _config(comparison: Comparison, *, scored: bool) -> CfgNode:
+    cfg = prepare(comparison.request(comparison.folder, {}, scored=scored)).cfg
     if len(cfg.DATASETS.TEST) != 1:  # several have scores of their own, not one AP
         raise ConfigError(
             f"DATASETS.TEST ({cfg.DATASETS.TEST}): a comparison scores one dataset. Fix: add "
@@ -162,19 +164,23 @@ def _config(what: Comparison, *, scored: bool) -> CfgNode:
         )
     if not object_count_keys(cfg):
         raise ConfigError(
-            f"--config-file ('{what.base.config_file}'): it detects no objects, so it has no AP."
+            f"--config-file ('{comparison.base.config_file}'): it detects no objects, so it has no AP."
         )
     return cfg
 
 
 def _check_norm(
-    what: Comparison, cfg: CfgNode, norm: str, images: str, warnings: dict[str, None]
+    comparison: Comparison,
+    cfg: CfgNode,
+    norm: str,
+    suffix: str,
+    warnings: dict[str, None],
 ) -> None:
-    """Add what the checks of a norm find to the warnings, or raise the errors."""
+    """Add what the checks of a norm find to the warnings, or raise the errors, named by norm and suffix."""
     weights = open_start_weights(cfg.MODEL.WEIGHTS)
     found = check_run(changed_config(cfg, norm_keys(norm)), weights)
-    errors = [f"{norm}{images}: {text}" for text in found.errors]
-    if what.base.ignore_preflight:
+    errors = [f"{norm}{suffix}: {text}" for text in found.errors]
+    if comparison.base.ignore_preflight:
         warnings |= dict.fromkeys(errors)
     else:
         found.errors = errors
@@ -182,20 +188,22 @@ def _check_norm(
     warnings |= dict.fromkeys(found.warnings)
 
 
-def read_labels_once(what: Comparison, cfg: CfgNode) -> Comparison:
+def read_labels_once(comparison: Comparison, cfg: CfgNode) -> Comparison:
     """Write labels that are not a COCO json to the comparison's folder, for all its runs."""
     if not any(source.labels.layout for source in sources_of(cfg).values()):
-        return what
+        return comparison
     scored = None
-    if what.scored:
-        scored = _write_labels(what, "scored")
-    search = _write_labels(what, "search")  # the last images stay registered
-    return replace(what, base=replace(what.base, data=search), scored=scored)
+    if comparison.scored:
+        scored = _write_labels(comparison, "scored")
+    search = _write_labels(comparison, "search")  # the last images stay registered
+    return replace(
+        comparison, base=replace(comparison.base, data=search), scored=scored
+    )
 
 
-def _write_labels(what: Comparison, name: str) -> DatasetFlags:
-    folder = what.folder / "labels" / name
-    prepared = prepare(what.request(folder, {}, scored=name == "scored"))
+def _write_labels(comparison: Comparison, name: str) -> DatasetFlags:
+    folder = comparison.folder / "labels" / name
+    prepared = prepare(comparison.request(folder, {}, scored=name == "scored"))
     record_datasets(prepared.cfg, str(folder))
     return DatasetFlags(datasets=str(folder / DATASETS_FILE))
 

@@ -48,11 +48,11 @@ def train(folder: Path, job: Job, request: RunRequest) -> dict[str, Any]:
 
 def _score_name(logged: set[str]) -> str:
     """Return the name of the AP of the main task, also of a run that diverged later."""
-    main = "bbox"
+    main_task = "bbox"
     for task in COCO_TASKS:
         if f"{task}/AP" in logged:
-            main = task
-    return ap_name(main, logged)
+            main_task = task
+    return ap_name(main_task, logged)
 
 
 def _scores(evaluation: Mapping[str, float]) -> dict[str, float | None]:

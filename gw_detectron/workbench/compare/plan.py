@@ -159,8 +159,8 @@ class Plan:
     ) -> tuple[list[Job], float | None]:
         """Return the runs of the search so far, and the rate once it is chosen.
 
-        The half of the rates with the highest AP goes on to runs of twice the length; of equal
-        ones, the lowest rate.
+        The half of the rates with the highest AP goes on to runs of twice the length. Among runs
+        of full length, the best one decides; of equal ones, the lowest rate.
         """
         rates = sorted(self.rates)
         jobs: list[Job] = []
@@ -173,8 +173,9 @@ class Plan:
                 return jobs, None
 
             rung.sort(key=lambda job: -ap[job])  # stable: the lowest rate first
-            half = (len(rung) + 1) // 2
-            rates = sorted(job.rate for job in rung[:half])
+            is_last = length == self.iterations
+            kept = 1 if is_last else (len(rung) + 1) // 2
+            rates = sorted(job.rate for job in rung[:kept])
             iterations *= 2
         return jobs, rates[0]
 

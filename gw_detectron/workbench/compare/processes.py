@@ -119,7 +119,7 @@ def result_of(folder: Path, process: BaseProcess) -> dict[str, Any]:
     """Return the result of a process that has ended, or raise the error that has ended it."""
     process.join()
     if (folder / RESULT).exists():  # the exit status may be a loader worker's
-        return read_result(folder)
+        return take_result(folder)
 
     log = folder / LOG
     text = log.read_text(errors="replace").strip() if log.exists() else ""
@@ -139,7 +139,7 @@ def result_of(folder: Path, process: BaseProcess) -> dict[str, Any]:
     raise RunError(f"{reason} (log: {log}).")
 
 
-def read_result(folder: Path) -> dict[str, Any]:
+def take_result(folder: Path) -> dict[str, Any]:
     """Return a result, and remove the gigabytes beside it.
 
     They serve only to continue a run without a result.

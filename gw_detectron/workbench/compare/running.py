@@ -23,7 +23,7 @@ from ..signals import end_processes
 from .comparison import Comparison, Report, check, read_labels_once
 from .jobs import train
 from .plan import Job, Plan, norm_keys
-from .processes import PATIENCE, Processes, read_result, result_of
+from .processes import PATIENCE, Processes, result_of, take_result
 from .schedule import Schedule
 from .settings import read_or_measure
 from .verdict import summarize
@@ -35,7 +35,7 @@ RESULTS = "results.jsonl"
 RECOMMENDED = "recommended.yaml"
 
 
-def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
+def compare(comparison: Comparison, report: Report = print) -> dict[str, Any]:
     """Compare norms; or continue, and finish the runs that an interruption has left.
 
     A script that calls it needs ``if __name__ == "__main__":``, as for any use of processes.
@@ -48,33 +48,37 @@ def compare(what: Comparison, report: Report = print) -> dict[str, Any]:
         ConfigError: a comparison is not possible, or the folder has another one.
         RunError: a run failed, or AP is 0 in all runs.
     """
-    cfg, datasets = check(what, report)
-    if not what.rates:
+    cfg, datasets = check(comparison, report)
+    if not comparison.rates:
         rate = cfg.SOLVER.BASE_LR
-        what = replace(what, rates=(rate / 2, rate, rate * 2))
-    processes = Processes(cfg.MODEL.DEVICE, what.jobs)
+        comparison = replace(comparison, rates=(rate / 2, rate, rate * 2))
+    processes = Processes(cfg.MODEL.DEVICE, comparison.jobs)
 
-    with safe_imports(), contextlib.closing(lock_output(str(what.folder))):
-        remove_unfinished(what.folder)
+    with safe_imports(), contextlib.closing(lock_output(str(comparison.folder))):
+        remove_unfinished(comparison.folder)
         begin = time.monotonic()
-        what = read_labels_once(what, cfg)
-        settings = read_or_measure(what, cfg, datasets, processes, report)
+        comparison = read_labels_once(comparison, cfg)
+        settings = read_or_measure(comparison, cfg, datasets, processes, report)
         costs = settings.costs
         plan = Plan(
-            what.norms, what.rates, settings.iterations, costs.times, what.equal_time
+            comparison.norms,
+            comparison.rates,
+            settings.iterations,
+            costs.times,
+            comparison.equal_time,
         )
         schedule = Schedule(
             plan,
             costs,
             settings.evaluations,
-            side_by_side=what.jobs,
-            most_seeds=what.seeds,
-            minutes=what.minutes,
+            side_by_side=comparison.jobs,
+            most_seeds=comparison.seeds,
+            minutes=comparison.minutes,
             begin=begin,
-            results=_finished_runs(what.folder),
+            results=_finished_runs(comparison.folder),
         )
         report(_described(cfg, plan))
-        runs = _Runs(what, cfg, schedule, report)
+        runs = _Runs(comparison, cfg, schedule, report)
         runs.run_all(processes)
         numbers = runs.conclude()
 
@@ -94,7 +98,7 @@ def _finished_runs(folder: Path) -> dict[Job, dict[str, Any]]:
             pass
     results = {}
     for path in folder.glob(f"runs/*/{RESULT}"):
-        result = read_result(path.parent)
+        result = take_result(path.parent)
         results[Job(*(result[name] for name in Job._fields))] = result
     return results
 
@@ -118,7 +122,7 @@ def _described(cfg: CfgNode, plan: Plan) -> str:
 class _Runs:
     """The runs of a schedule, their results and the folder of both."""
 
-    what: Comparison
+    comparison: Comparison
     cfg: CfgNode
     schedule: Schedule
     report: Report
@@ -130,7 +134,7 @@ class _Runs:
             while True:
                 # also those that an interruption has left out
                 self._write_results()
-                free = self.what.jobs - len(running)
+                free = self.comparison.jobs - len(running)
                 for job in self.schedule.waiting(running)[:free]:
                     running[job] = self._start(job, processes)
                 if not running:
@@ -148,12 +152,12 @@ class _Runs:
             end_processes(running.values(), PATIENCE)
 
     def _folder(self, job: Job) -> Path:
-        return self.what.folder / "runs" / job.name
+        return self.comparison.folder / "runs" / job.name
 
     def _start(self, job: Job, processes: Processes) -> BaseProcess:
         folder = self._folder(job)
         evaluations = self.schedule.evaluations
-        request = self.what.job_request(folder, job, self.cfg, evaluations)
+        request = self.comparison.job_request(folder, job, self.cfg, evaluations)
         return processes.start(train, folder, job, request)
 
     def _take_result(self, job: Job, process: BaseProcess) -> None:
@@ -179,7 +183,7 @@ class _Runs:
         """Write a line for each finished run of the plan, in its order."""
         results = self.schedule.in_order().values()
         lines = [json.dumps(result) + "\n" for result in results]
-        write_text(self.what.folder / RESULTS, "".join(lines))
+        write_text(self.comparison.folder / RESULTS, "".join(lines))
 
     def conclude(self) -> dict[str, Any]:
         """Compare the norms without a failed run; write the page, the numbers and the config."""
@@ -195,7 +199,7 @@ class _Runs:
             )
         schedule.check_ap(results)
 
-        folder = self.what.folder
+        folder = self.comparison.folder
         plan = schedule.plan
         numbers = summarize(plan, results)
         sections = verdict_sections(numbers, plan, results)
@@ -209,5 +213,5 @@ class _Runs:
         """Write the config to continue with: the given one with the norm and its rate."""
         keys = {"SOLVER.BASE_LR": rate, "OUTPUT_DIR": "output/recommended"}
         recommended = changed_config(self.cfg, {**norm_keys(norm), **keys})
-        write_text(self.what.folder / RECOMMENDED, recommended.dump())
-        record_datasets(self.cfg, str(self.what.folder))
+        write_text(self.comparison.folder / RECOMMENDED, recommended.dump())
+        record_datasets(self.cfg, str(self.comparison.folder))

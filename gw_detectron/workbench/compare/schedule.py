@@ -145,8 +145,11 @@ class Schedule:
         """Estimate the time of unfinished runs from finished ones."""
         runs = [job for job in self.plan.all_jobs(seeds) if job.norm not in self.failed]
         total = self._estimate(runs)
-        done = self._estimate(self.results)
-        slower = self._seconds_of_results() / max(done, 1e-9)
+        done = self._estimate(
+            job for job in self.results if job.norm not in self.failed
+        )
+        measured = self._estimate(self.results)
+        slower = self._seconds_of_results() / max(measured, 1e-9)
         return max(0.0, total - done) * slower / self.side_by_side
 
     def _estimate(self, jobs: Iterable[Job]) -> float:

@@ -35,7 +35,7 @@ class Settings(NamedTuple):
 
 
 def read_or_measure(
-    what: Comparison,
+    comparison: Comparison,
     cfg: CfgNode,
     datasets: Inputs,
     processes: Processes,
@@ -46,28 +46,30 @@ def read_or_measure(
     Raises:
         ConfigError: the comparison in the folder has other inputs; the error names them.
     """
-    inputs = {**_inputs(what, cfg), **datasets}
+    inputs = {**_inputs(comparison, cfg), **datasets}
     asked = json.loads(json.dumps(inputs))
-    path = what.folder / SETTINGS
+    path = comparison.folder / SETTINGS
     if path.exists():
         written = json.loads(path.read_text())
-        _check_same_inputs(what, written.get("inputs", {}), asked)
+        _check_same_inputs(comparison, written.get("inputs", {}), asked)
         costs = Costs(**written["costs"])
         return Settings(written["iterations"], written["evaluations"], costs)
 
     begin = time.monotonic()
-    costs = _measure(what, cfg, processes, report)
-    iterations = what.iterations
+    costs = _measure(comparison, cfg, processes, report)
+    iterations = comparison.iterations
     evaluations = EXTENTS[0][1]
     if not iterations:
         # of any length
-        plan = Plan(what.norms, what.rates, 1000, costs.times, what.equal_time)
+        plan = Plan(
+            comparison.norms, comparison.rates, 1000, costs.times, comparison.equal_time
+        )
         # runs side by side on a GPU slow each other
         on_gpu = cfg.MODEL.DEVICE != "cpu"
-        workers = (1 + what.jobs) / 2 if on_gpu else what.jobs
+        workers = (1 + comparison.jobs) / 2 if on_gpu else comparison.jobs
         spent = time.monotonic() - begin
         iterations, evaluations = affordable(
-            plan, costs, what.minutes, what.seeds, workers, spent
+            plan, costs, comparison.minutes, comparison.seeds, workers, spent
         )
 
     settings = Settings(iterations, evaluations, costs)
@@ -76,11 +78,11 @@ def read_or_measure(
     return settings
 
 
-def _inputs(what: Comparison, cfg: CfgNode) -> dict[str, dict[str, Any]]:
+def _inputs(comparison: Comparison, cfg: CfgNode) -> dict[str, dict[str, Any]]:
     """Return what the results depend on beside the datasets."""
-    asked = {"--norms": list(what.norms), "--rates": list(what.rates)}
-    if what.iterations:
-        asked["--iterations"] = what.iterations
+    asked = {"--norms": list(comparison.norms), "--rates": list(comparison.rates)}
+    if comparison.iterations:
+        asked["--iterations"] = comparison.iterations
     weights = local_file(cfg.MODEL.WEIGHTS)
     if weights:
         asked["the file of MODEL.WEIGHTS"] = sha256_of(weights)
@@ -92,7 +94,7 @@ def _inputs(what: Comparison, cfg: CfgNode) -> dict[str, dict[str, Any]]:
     }
 
 
-def _check_same_inputs(what: Comparison, earlier: Inputs, asked: Inputs) -> None:
+def _check_same_inputs(comparison: Comparison, earlier: Inputs, asked: Inputs) -> None:
     """Refuse to continue a comparison whose runs would be others."""
     differences = []
     for group in {**earlier, **asked}:
@@ -104,32 +106,32 @@ def _check_same_inputs(what: Comparison, earlier: Inputs, asked: Inputs) -> None
                 differences.append(f"{group}{name} ({values})")
     if differences:
         raise ConfigError(
-            f"--output ('{what.folder}'): the comparison there has other "
+            f"--output ('{comparison.folder}'): the comparison there has other "
             f"{summarize_names(differences, 6)}. Fix: give another folder, or what it was started with."
         )
 
 
 def _measure(
-    what: Comparison, cfg: CfgNode, processes: Processes, report: Report
+    comparison: Comparison, cfg: CfgNode, processes: Processes, report: Report
 ) -> Costs:
     """Time an iteration of each norm, an evaluation and the rest of a run, with nothing else running."""
-    report(f"Timing an iteration of {len(what.norms)} norms, and a short run ...")
-    folder = what.folder / "timing"
+    report(f"Timing an iteration of {len(comparison.norms)} norms, and a short run ...")
+    folder = comparison.folder / "timing"
     requests = {}
-    for norm in what.norms:
+    for norm in comparison.norms:
         keys = {**norm_keys(norm), "SOLVER.BASE_LR": 1e-6, "SEED": SEARCH_SEED}
-        requests[norm] = what.request(folder, keys, scored=False)
+        requests[norm] = comparison.request(folder, keys, scored=False)
 
     costs = Costs(**processes.run(measure, folder, requests))
     for norm, seconds in costs.times.items():
         report(f"  {norm}: {1000 * seconds:.0f} ms")
-    if not what.minutes:
+    if not comparison.minutes:
         return costs
 
-    job = Job(what.norms[0], min(what.rates), SEARCH_SEED, LEAST_ITERATIONS)
+    job = Job(comparison.norms[0], min(comparison.rates), SEARCH_SEED, LEAST_ITERATIONS)
     folder = folder / "run"
     begin = time.monotonic()
-    processes.run(train, folder, job, what.job_request(folder, job, cfg, 1))
+    processes.run(train, folder, job, comparison.job_request(folder, job, cfg, 1))
     seconds = time.monotonic() - begin
     rest = seconds - costs.evaluation - job.iterations * costs.times[job.norm]
     return costs._replace(start=max(rest, costs.start))

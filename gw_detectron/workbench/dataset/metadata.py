@@ -89,7 +89,8 @@ def class_metadata(cfg: CfgNode, trained: Mapping[int, str] | None = None) -> Me
     ``trained`` has the classes that the model's checkpoint records, by category id; they decide.
     """
     for name in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN):
-        # own datasets have the names of flags, which another run may have registered
+        # names such as custom_train come from flags: in this process, another run may have registered its datasets
+        # under them
         if not is_foreign(name):
             continue
         metadata = MetadataCatalog.get(name)

@@ -50,7 +50,9 @@ def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
     registered = CocoDatasets()
     for role, name, source in _open_all(datasets, folder):
         known = {**registered.train, **registered.val}
-        if name in known and (source.part or known[name] != source.dataset):
+        # the parts of a data.yaml differ; a json may have both roles
+        is_same = not source.part and known.get(name) == source.dataset
+        if name in known and not is_same:
             raise ConfigError(
                 f"dataset ('{name}'): names two datasets of this run. Fix: rename one of them."
             )

@@ -27,7 +27,7 @@ def picture_name(source: ImageSource, names: Collection[str], number: int) -> st
     """Return the name of a drawn picture or video, which a browser shows.
 
     It is that of the source, with another ending where needed; or its number where the name is
-    too long or among ``names``, those of all sources.
+    too long or among ``names``, those of all sources. No source has the same name.
     """
     end = ".mp4" if source.is_video else ".png"
     kept = (end,) if source.is_video else BROWSER_SUFFIXES
@@ -37,8 +37,10 @@ def picture_name(source: ImageSource, names: Collection[str], number: int) -> st
     name = source.name + end
     folder, base = os.path.split(name)
     if name in names or len(os.fsencode(base)) > _LONGEST_NAME:
-        return os.path.join(folder, f"image_{number}{end}")
-    return name
+        base = f"image_{number}{end}"
+    while os.path.join(folder, base) in names:
+        base = f"_{base}"
+    return os.path.join(folder, base)
 
 
 @dataclass

@@ -207,9 +207,9 @@ class _Prediction:
             self.summary.full.append(source.name)
 
         for result in _coco_results(instances, number):
-            index = result["category_id"]
-            unnamed = {"id": index, "name": str(index)}
-            category = self.categories.setdefault(index, unnamed)
+            class_index = result["category_id"]
+            unnamed = {"id": class_index, "name": str(class_index)}
+            category = self.categories.setdefault(class_index, unnamed)
             result["category_id"] = category["id"]
             result["category_name"] = category["name"]
             self.results.append(result | place)

@@ -39,7 +39,10 @@ def in_image(instances: Instances, window: Window, size: tuple[int, int]) -> Ins
 def _rle(
     mask: np.ndarray, top: int, left: int, size: tuple[int, int]
 ) -> dict[str, Any]:
-    """Encode a mask that lies in an image, from the columns that it covers alone."""
+    """Encode the mask of a window, whose corner is (top, left), as one of an image of ``size``.
+
+    Only the columns of the object are looked at: most of a large image is empty.
+    """
     height, width = size
     columns = np.flatnonzero(mask.any(axis=0))
     if not columns.size:

@@ -20,6 +20,7 @@ from .detections import CORRECT, KINDS, MISSED, ImageMatches
 from .page_parts import Line, Picture, Section, Table, make_axes, plot_lines
 from .run_folder import RunFolder
 
+# column -> IoU of a match; None is the mean over COCO's IoUs
 _THRESHOLDS = {"AP": None, "AP50": 0.5, "AP75": 0.75}
 _SEGMENTATION = {"mIoU": "sem_seg/mIoU", "PQ": "panoptic_seg/PQ"}
 NO_OBJECT = "no object"  # row of boxes without a match

@@ -7,7 +7,14 @@ import pytest
 
 from gw_detectron.config import default_config
 from gw_detectron.errors import ConfigError
-from gw_detectron.workbench.compare.plan import Plan, norm_keys, schedule_keys
+from gw_detectron.workbench.compare.plan import (
+    Costs,
+    Job,
+    Plan,
+    norm_keys,
+    schedule_keys,
+)
+from gw_detectron.workbench.compare.schedule import Schedule
 
 from .fake_results import BEST, NORMS, TIMES, finished
 
@@ -45,6 +52,29 @@ def test_of_equal_rates_the_lowest_is_chosen():
 
     _, rate = plan.search("GN", dict.fromkeys(jobs, 5.0))
     assert rate == 0.01
+
+
+@pytest.mark.parametrize(("num_rates", "iterations"), [(9, 400), (17, 400), (5, 2)])
+def test_many_rates_end_with_one_rung_of_full_length(num_rates, iterations):
+    rates = [0.01 * number for number in range(1, num_rates + 1)]
+    plan = Plan(NORMS, rates, iterations, TIMES)
+    ap = finished(plan, 1)
+
+    _, rate = plan.search("GN", ap)
+
+    assert rate == pytest.approx(BEST["GN"])
+    assert len(plan.all_jobs(1)) == len(ap)
+
+
+def test_the_time_left_is_that_of_the_norms_that_have_not_failed():
+    plan = Plan(["BN", "GN"], (0.01,), 100, {"BN": 1.0, "GN": 1.0})
+    finished_run = dict.fromkeys([Job("BN", 0.01, 1, 100)], {"seconds": 200, "AP": 1.0})
+    schedule = Schedule(
+        plan, Costs(plan.times, 0.0, 0.0), 1, 1, 3, 0, 0.0, finished_run, {"BN"}
+    )
+
+    # a run of BN took twice the estimate, and three runs of GN are left
+    assert schedule.seconds_left(3) == pytest.approx(3 * 200)
 
 
 @pytest.mark.parametrize(

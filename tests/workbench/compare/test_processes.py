@@ -85,7 +85,7 @@ def test_checkpoints_stay_until_the_result_is_there(tmp_path, train):
 
     write_json(tmp_path / processes.RESULT, result)
     for _ in range(2):
-        assert processes.read_result(tmp_path) == result
+        assert processes.take_result(tmp_path) == result
         left = {path.name for path in tmp_path.iterdir()}
         assert left == {"config.yaml", METRICS, processes.RESULT}
 

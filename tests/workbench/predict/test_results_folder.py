@@ -145,6 +145,18 @@ def test_files_of_any_name(tmp_path, photo, predict):
     assert len(list((tmp_path / "out" / "pictures").iterdir())) == len(ODD_NAMES)
 
 
+def test_no_picture_replaces_another(tmp_path, photo, predict):
+    names = ["a.tif", "a.tif.png", "image_0.png", "image_1.png"]
+    (tmp_path / "in").mkdir()
+    for name in names:
+        Image.fromarray(photo).save(tmp_path / "in" / name, "PNG")
+
+    predict(tmp_path / "in")
+
+    drawn = {path.name for path in (tmp_path / "out" / "pictures").iterdir()}
+    assert drawn == {*names[1:], "_image_0.png"}
+
+
 def test_classes_of_any_name(tmp_path, photos, predictor, predict, monkeypatch):
     names = ["\ud800\n", "=cmd"]
     monkeypatch.setattr(predictor, "metadata", Metadata(thing_classes=names))
