@@ -90,10 +90,11 @@ class ImageStatistics:
 
         with autocast_off(x.device.type):
             is_mixed = isinstance(layer, MixedNorm)
-            tiles = (
+            features = (
                 layer.fixed_norm.normalize(x) if is_mixed else x.to(compute_dtype(x))
             )
-            tiles = tiles.transpose(0, 1)
+            tiles = features.transpose(0, 1)
+            # norms by channel have a group for each
             groups = getattr(layer, "num_groups", x.shape[1])
             rows = tiles.reshape(groups, -1)  # (g, M) of all tiles
             if gather:
@@ -107,11 +108,11 @@ class ImageStatistics:
                 mean = layer.mean * mean
             centered = rows - mean.to(rows)[:, None]
             matrix = self._matrices[key]
-            rows = (
+            normalized = (
                 matrix @ centered if matrix.dim() == 2 else matrix[:, None] * centered
             )
 
-            y = rows.reshape(tiles.shape).transpose(0, 1)
+            y = normalized.reshape(tiles.shape).transpose(0, 1)
             y = apply_affine(y, layer.weight, layer.bias, relu)
         return y.to(x.dtype).contiguous(memory_format=memory_format_of(x))
 

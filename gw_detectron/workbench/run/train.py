@@ -36,6 +36,15 @@ from .trainer import Trainer
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class PreparedRun:
+    """A request and what follows from it; nothing has been written."""
+
+    request: RunRequest
+    cfg: CfgNode  # frozen
+    reasons: Mapping[str, str]  # a line for each key that the data has set
+
+
 def main(request: RunRequest) -> dict | None:
     """Train, or evaluate, in this process; return the last results on the main process."""
     with in_all_processes():
@@ -53,7 +62,7 @@ def main(request: RunRequest) -> dict | None:
     return results
 
 
-def _train(prepared: "PreparedRun") -> dict | None:
+def _train(prepared: PreparedRun) -> dict | None:
     request = prepared.request
     trainer = Trainer(
         prepared.cfg,
@@ -71,7 +80,7 @@ def _train(prepared: "PreparedRun") -> dict | None:
     return trainer.train()
 
 
-def _fit_into_minutes(trainer: Trainer, prepared: "PreparedRun") -> dict[str, str]:
+def _fit_into_minutes(trainer: Trainer, prepared: PreparedRun) -> dict[str, str]:
     """Time some steps of a trainer, and build it anew for the iterations that the time allows."""
     request = prepared.request
     log.info("--minutes: timing some steps and an evaluation ...")
@@ -91,15 +100,6 @@ def _fit_into_minutes(trainer: Trainer, prepared: "PreparedRun") -> dict[str, st
     cfg.freeze()
     trainer.rebuild(cfg)
     return reasons
-
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """A request and what follows from it; nothing has been written."""
-
-    request: RunRequest
-    cfg: CfgNode  # frozen
-    reasons: Mapping[str, str]  # a line for each key that the data has set
 
 
 def prepare(request: RunRequest) -> PreparedRun:
@@ -122,7 +122,7 @@ def prepare(request: RunRequest) -> PreparedRun:
 
 
 def _resolved(request: RunRequest) -> RunRequest:
-    """Return a request with the path of its config, and with the keys that follow from its RUN."""
+    """Return a request with the path of its config, its own one or the one of its RUN, and with the RUN's keys."""
     request.check_flags()
     if request.minutes is not None:
         check_minutes(request.minutes)
@@ -142,15 +142,20 @@ def _resolved(request: RunRequest) -> RunRequest:
 
     is_derived = request.auto or request.minutes is not None
     if is_derived and (request.resume or request.eval_only):
-        # with the recipe and the length of the run, also if its data have grown
-        folder = read_config(request.config_file, opts).OUTPUT_DIR
-        record = os.path.join(folder, "config.yaml")
-        if os.path.isfile(record):
-            return replace(request, config_file=record, auto=False, minutes=None)
-        if request.eval_only:
-            raise ConfigError(
-                f"--auto: no run in OUTPUT_DIR ('{folder}') to evaluate. Fix: give the run's folder."
-            )
+        return _with_recorded_config(request)
+    return request
+
+
+def _with_recorded_config(request: RunRequest) -> RunRequest:
+    """Return a request with the recipe and the length that its run has recorded, also if its data have grown."""
+    folder = read_config(request.config_file, request.opts).OUTPUT_DIR
+    record = os.path.join(folder, "config.yaml")
+    if os.path.isfile(record):
+        return replace(request, config_file=record, auto=False, minutes=None)
+    if request.eval_only:
+        raise ConfigError(
+            f"--auto: no run in OUTPUT_DIR ('{folder}') to evaluate. Fix: give the run's folder."
+        )
     return request
 
 
