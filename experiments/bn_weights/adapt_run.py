@@ -8,6 +8,8 @@ Source: Li et al., Revisiting Batch Normalization for Practical Domain Adaptatio
 
 import random
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from detectron2.data import build_detection_test_loader
@@ -23,23 +25,30 @@ BATCH = 8
 
 
 @torch.no_grad()
+def adapt_statistics(model: nn.Module, photos: Sequence[dict[str, Any]]) -> None:
+    """Give the BN layers of a backbone the average statistics of batches of photos; scales and shifts stay."""
+    assert isinstance(model, GeneralizedRCNN)
+    layers = [m for m in model.backbone.modules() if isinstance(m, nn.BatchNorm2d)]
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # a plain average
+        layer.train()
+
+    for first in range(0, len(photos), BATCH):
+        images = model.preprocess_image(photos[first : first + BATCH])
+        model.backbone(images.tensor)
+    for layer in layers:
+        layer.eval()
+
+
 def adapt(data: str, output: str, run: str, number: int) -> None:
-    """Write the detector of a run whose BN layers have the average statistics of some batches."""
+    """Write the detector of a run whose BN layers have the statistics of some photos."""
     cfg = open_detector(run).cfg
     model = load_model(cfg)
-    assert isinstance(model, GeneralizedRCNN)
-    for layer in model.backbone.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.reset_running_stats()
-            layer.momentum = None  # a plain average
-            layer.train()
-
     loader = build_detection_test_loader(cfg, data, num_workers=0)
     photos = [photo for batch in loader for photo in batch]
     random.Random(0).shuffle(photos)
-    for first in range(0, BATCHES * BATCH, BATCH):
-        images = model.preprocess_image(photos[first : first + BATCH])
-        model.backbone(images.tensor)
+    adapt_statistics(model, photos[: BATCHES * BATCH])
     GWDetectionCheckpointer(model, output).save(f"adapted_{number}")
 
 
