@@ -66,11 +66,15 @@ def score_run(tested: str, new: str, run: str, file: ResultsFile) -> None:
     is_bgr = cfg.INPUT.FORMAT == "BGR"
     for change, (_, strengths) in CHANGES.items():
         strength = strengths[len(strengths) // 2]
-        sets = [changed(photos[data], change, strength, is_bgr) for data in photos]
+        tested_here, new_here = (
+            changed(photos[data], change, strength, is_bgr) for data in (tested, new)
+        )
         for arm in ARMS:
             file.score(
                 (Path(run).name, arm, change, strength),
-                functools.partial(score_arm, cfg, arm, *sets, evaluator),
+                functools.partial(
+                    score_arm, cfg, arm, tested_here, new_here, evaluator
+                ),
             )
 
 
