@@ -104,17 +104,20 @@ def _measure(
     needed_by: str,
 ) -> int:
     """Give the BN layers of a ResNet the statistics of training photos; return the number of photos."""
+    file = local_file(weights)
+    record = os.path.join(os.path.dirname(file), DATASETS_FILE) if file else ""
     try:
-        records = _training_records(cfg, weights)
+        records = _training_records(cfg, record)
         photos = evenly_spread(records, _PHOTOS)
         mapper = ImageNamingMapper(DatasetMapper(cfg, False), cfg.INPUT.PERCENTILES)
         with torch.no_grad(), measure_statistics(resnet):
             for photo in photos:
                 model([mapper(photo)])
     except (KeyError, OSError, UserError) as error:
+        in_file = f", or name their files in '{record}' (docs/your_data.md)"
         raise ConfigError(
             f"{needed_by} needs the statistics of training photos, which cannot be read: {error} Fix: put them where "
-            "they were in the training; a detector that was exported with --mix needs none."
+            f"they were in the training{in_file if record else ''}; a detector that was exported with --mix needs none."
         ) from error
 
     if comm.get_world_size() > 1:  # equal to the last bit
@@ -123,15 +126,16 @@ def _measure(
     return len(photos)
 
 
-def _training_records(cfg: CfgNode, weights: str) -> list[dict[str, Any]]:
-    """Return Detectron2's records of the training data: of those that the run has recorded, or of the config's."""
-    file = local_file(weights)
-    recorded = os.path.join(os.path.dirname(file), DATASETS_FILE)
-    if file and os.path.isfile(recorded):
-        datasets = read_datasets(recorded).train.values()
+def _training_records(cfg: CfgNode, record: str) -> list[dict[str, Any]]:
+    """Return Detectron2's records of the training data: of those that a run has recorded, or of the config's."""
+    if os.path.isfile(record):
+        datasets = read_datasets(record).train.values()
         labels = [read_labels(dataset.json, dataset.images) for dataset in datasets]
         parts = [content_to_records(part.content, part.images) for part in labels]
     else:
+        for name in cfg.DATASETS.TRAIN:
+            if name not in DatasetCatalog:
+                raise ConfigError(f"the dataset '{name}' is not registered here.")
         parts = [DatasetCatalog.get(name) for name in cfg.DATASETS.TRAIN]
 
     records = [record for part in parts for record in part]

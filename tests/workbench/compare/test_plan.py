@@ -68,7 +68,7 @@ def test_many_rates_end_with_one_rung_of_full_length(num_rates, iterations):
 
 def test_the_time_left_is_that_of_the_norms_that_have_not_failed():
     plan = Plan(["BN", "GN"], (0.01,), 100, {"BN": 1.0, "GN": 1.0})
-    finished_run = dict.fromkeys([Job("BN", 0.01, 1, 100)], {"seconds": 200, "AP": 1.0})
+    finished_run = {Job("BN", 0.01, 1, 100): {"seconds": 200, "AP": 1.0}}
     schedule = Schedule(
         plan, Costs(plan.times, 0.0, 0.0), 1, 1, 3, 0, 0.0, finished_run, {"BN"}
     )

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 
 from gw_detectron.errors import ConfigError, NormError
 from gw_detectron.layers.mixed_norms import MixedNorm
@@ -100,15 +101,26 @@ def test_evaluation_on_other_photos_measures_those_of_the_training(run, data):
     assert unmixed == pytest.approx(plain, abs=0.1, nan_ok=True)
 
 
-def test_without_its_training_photos_the_error_says_what_is_missing(run, tmp_path):
+def test_without_its_training_photos_the_error_says_where_to_name_them(
+    run, tmp_path, small_dataset
+):
+    """As in a run of Detectron2's own trainer, whose script registers its datasets."""
     shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run" / "datasets.yaml").unlink()
+    record = tmp_path / "run" / "datasets.yaml"
+    record.unlink()
     cfg, _, checkpoint = open_detector(tmp_path / "run")
     cfg.DATASETS.TRAIN = ("no_such_photos",)
     model = load_model(cfg, checkpoint=checkpoint)
 
-    with pytest.raises(ConfigError, match="no_such_photos.* Fix: put them where"):
+    with pytest.raises(ConfigError, match="'no_such_photos' is not regist") as error:
         mix_in_backbone(model, cfg, "0.5", weights=cfg.MODEL.WEIGHTS)
+    assert f"name their files in '{record}'" in str(error.value)
+
+    json = small_dataset / "annotations" / "instances_train.json"
+    files = {"json": str(json), "images": str(small_dataset / "train")}
+    record.write_text(yaml.safe_dump({"train": {"any_name": files}}))
+    mix_in_backbone(model, cfg, UNMIXED, weights=cfg.MODEL.WEIGHTS)
+    assert len(mixed_norms(model)) == 20
 
 
 def test_a_wrong_mixture_is_refused_before_any_photo_is_read(run, tmp_path):
