@@ -183,7 +183,9 @@ class _Move(Transform):
         return self._moved(boxes)[:, :2]
 
     def apply_segmentation(self, segmentation: np.ndarray) -> np.ndarray:
-        return self._moved(tv_tensors.Mask(torch.from_numpy(segmentation)[None]))[0]
+        # Detectron2's flip gives a view, which torch does not take
+        mask = torch.from_numpy(np.ascontiguousarray(segmentation))
+        return self._moved(tv_tensors.Mask(mask[None]))[0]
 
     def _moved(self, value: Any) -> np.ndarray:
         for params in self._drawn:

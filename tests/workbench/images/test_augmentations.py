@@ -1,11 +1,13 @@
 """torchvision's transforms in Detectron2's pipeline: boxes, masks and points follow the image."""
 
 import numpy as np
+import pycocotools.mask as mask_util
 import pytest
 import torch
 from detectron2.data import DatasetCatalog
 from detectron2.data.transforms import AugInput, RandomFlip, ResizeShortestEdge
 from detectron2.structures import polygons_to_bitmask
+from detectron2.utils.env import seed_all_rng
 
 from gw_detectron.config import changed_config, default_config
 from gw_detectron.errors import ConfigError
@@ -142,6 +144,30 @@ def test_boxes_stay_as_annotated_where_nothing_moves(small_dataset):
 
     height, width = example["image"].shape[1:]
     assert example["instances"].gt_boxes.tensor.tolist() == [[0, 0, width, height]]
+
+
+def test_a_flipped_rle_takes_part_in_a_change_of_colors(small_dataset):
+    """Detectron2 flips a mask to a view with negative strides."""
+    changes = {
+        "INPUT.MASK_FORMAT": "bitmask",
+        "MODEL.MASK_ON": True,
+        "INPUT.MIN_SIZE_TRAIN": (0,),
+    }
+    mapper = training_mapper(config("ColorJitter(0.2)", **changes))
+    record = DatasetCatalog.get("gw_synthetic_train")[0]
+    size = record["height"], record["width"]
+    annotation = next(row for row in record["annotations"] if not row["iscrowd"])
+    mask = polygons_to_bitmask(annotation["segmentation"], *size)
+    rle = mask_util.encode(np.asfortranarray(mask, np.uint8))
+    record = {**record, "annotations": [{**annotation, "segmentation": rle}]}
+
+    found = set()
+    for seed in range(12):
+        seed_all_rng(seed)
+        masks = mapper(record)["instances"].gt_masks.tensor
+        found.add(masks.numpy().tobytes())
+
+    assert found == {mask.tobytes(), mask[:, ::-1].tobytes()}
 
 
 @pytest.mark.parametrize("objects", [0, 9])
