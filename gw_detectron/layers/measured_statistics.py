@@ -12,6 +12,13 @@ from .group_whitening import GroupWhitening2d
 from .mixed_norms import MixedNorm
 from .moments import Moments, add_moments
 
+#: standard deviation of whitened input; that of images is above 0.1
+_CONSTANT = 1e-3
+_NOT_CALLED = (
+    "no {} layer of the model was called. Fix: call this model in the context, and before torch.compile: a compiled "
+    "model that has run ignores hooks."
+)
+
 
 @contextmanager
 def measure_statistics(model: nn.Module) -> Iterator[None]:
@@ -38,7 +45,7 @@ def measure_statistics(model: nn.Module) -> Iterator[None]:
             called in this context, which should be without gradients.
 
     A layer that trains by the statistics of its batch is a ValueError, and so is one that mixes in an
-    image's, whose function would change.
+    image's, whose function would change. So is a context in which no layer is called.
     """
     layers = {name: layer for name, layer in model.named_modules() if _is_bn(layer)}
     for name, layer in layers.items():
@@ -58,6 +65,8 @@ def measure_statistics(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+    if layers and not sums:
+        raise ValueError(_NOT_CALLED.format("BN"))
     for layer, measured in sums.items():
         _set_statistics(layer, measured)
 
@@ -78,12 +87,15 @@ def match_scales(model: nn.Module) -> Iterator[None]:
     Args:
         model: a network. The first batch in this context counts; each layer is corrected before it runs, so that the
             next one sees corrected input.
+
+    A constant batch is a ValueError, and so is a context in which no layer is called.
     """
-    left = {
+    layers = {
         layer
         for layer in model.modules()
         if isinstance(layer, GroupWhitening2d) and layer.weight is not None
     }
+    left = set(layers)
 
     @torch.no_grad()
     def divide(layer: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -92,14 +104,22 @@ def match_scales(model: nn.Module) -> Iterator[None]:
             whitened = whiten(
                 inputs[0], None, None, layer.num_groups, layer.solver, False
             )
-            layer.weight.div_(whitened.std())
+            deviation = whitened.std()
+            if not _CONSTANT < deviation < torch.inf:
+                raise ValueError(
+                    f"the input of a GW layer with {layer.num_channels} channels is constant or not finite. Fix: give "
+                    "a batch of images with content."
+                )
+            layer.weight.div_(deviation)
 
-    hooks = [layer.register_forward_pre_hook(divide) for layer in left]
+    hooks = [layer.register_forward_pre_hook(divide) for layer in layers]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+    if layers and left == layers:
+        raise ValueError(_NOT_CALLED.format("GW"))
 
 
 def _is_bn(layer: nn.Module) -> bool:

@@ -107,3 +107,42 @@ def test_whitening_in_the_place_of_bn_gets_the_size_of_its_output():
         y = model[:end](images(1)) - layer.bias[:, None, None]
         assert (y / gamma[:, None, None]).std().item() == pytest.approx(1, abs=1e-3)
         assert (gamma / layer.weight).std() < 1e-6  # one factor for all channels
+
+
+@pytest.mark.parametrize(
+    ("fit", "norm"), [(measure_statistics, ""), (match_scales, "GW:groups=4")]
+)
+def test_a_compiled_model_that_ignores_hooks_is_refused(fit, norm):
+    model = network()
+    if norm:
+        convert_norms(model, {"*": norm})
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(images(1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    with (
+        pytest.raises(ValueError, match="was called. Fix: .*before torch.compile"),
+        torch.no_grad(),
+        fit(model),
+    ):
+        compiled(images(1))
+
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("value", [0, 5, torch.nan])
+def test_scales_are_not_matched_to_a_constant_batch(value):
+    model = network()
+    convert_norms(model, {"*": "GW"})
+
+    with (
+        pytest.raises(ValueError, match="constant or not finite"),
+        torch.no_grad(),
+        match_scales(model),
+    ):
+        model(torch.full((2, 3, 12, 12), value).double())
+
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert not model[1]._forward_pre_hooks
