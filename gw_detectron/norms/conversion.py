@@ -33,6 +33,10 @@ _ONE_VALUE = (
     "get one channel per group: if their input is (N, C), a group has one value, and the output is only the shift. "
     "Fix: keep them, by None in the plan, or use fewer groups, e.g. 'GW:groups=8'."
 )
+_OWN_STATISTICS = (
+    "mix in the image's statistics: if their input is (N, C), a value is its own mean, and its variance is 0. Fix: "
+    "keep them, by None in the plan."
+)
 _LOST_STATISTICS = (
     "lose their running statistics; expect low accuracy until you fine-tune."
 )
@@ -219,8 +223,11 @@ def _warn(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
     """Warn of layers that may give a constant, or that lose what was trained."""
     warned = defaultdict(list)
     for name, layer in new.items():
-        if type(old[name]).__name__.endswith("1d") and _has_single_channels(layer):
+        is_1d = type(old[name]).__name__.endswith("1d")
+        if is_1d and _has_single_channels(layer):
             warned[_ONE_VALUE].append(name)
+        if is_1d and isinstance(layer, MixedNorm) and any(layer.mixture):
+            warned[_OWN_STATISTICS].append(name)
         if loses_statistics(old[name], layer):
             warned[_LOST_STATISTICS].append(name)
         if isinstance(layer, MixedNorm) and layer.is_untrained:

@@ -367,6 +367,15 @@ def test_the_rotation_of_a_frozen_norm_is_frozen():
     assert not trains(model)
 
 
+def test_values_that_are_their_own_statistics_are_a_warning():
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8))
+    for layer in model[1:]:
+        nn.init.uniform_(layer.running_mean)
+
+    with pytest.warns(UserWarning, match=r"1 layers \(1, ...\) mix in the image's"):
+        convert_norms(model, {"1": "MixBN", "2": "MixBN:alpha=0"})
+
+
 def test_one_value_per_group_is_a_warning():
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))
 
