@@ -235,7 +235,9 @@ def _warn_of_unknown_norms(
     recorded = recorded_norms(checkpoint, model)
     layers: list[str] = []
     if checkpoint.metadata.get("__author__") != "Caffe2":  # whose names tell GN
-        layers += [row.layer for row in norm_rows(model) if row.groups]
+        with_groups = [row.layer for row in norm_rows(model) if row.groups]
+        # statistics show BN, from which MixGW starts
+        layers += [name for name in with_groups if f"{name}.running_mean" not in loaded]
     if not any(recorded.values()):
         layers += conv_names(model)
     unclear = [

@@ -204,7 +204,7 @@ def open_checkpoint(
         model, metadata = _model_and_metadata(content, path)
         if query == "matching_heuristics=True":
             metadata["matching_heuristics"] = True
-        tensors: dict[str, Tensor] = named_tensors(model, content.size)
+        tensors = _without_wrappers(named_tensors(model, content.size))
         if metadata.get("__author__") == "Caffe2":  # with the state of its optimizer
             tensors = {
                 name: tensors[name]
@@ -215,6 +215,14 @@ def open_checkpoint(
     except ValueError as error:
         raise WeightsFileError(f"{key}: '{path}': {error}") from error
     return Checkpoint(address, path, tensors, metadata, network)
+
+
+def _without_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Remove from a state dict what torch.compile and AveragedModel add; Detectron2 removes ``module.``."""
+    tensors.pop("n_averaged", None)
+    if not any("_orig_mod." in name for name in tensors):
+        return tensors  # with its metadata
+    return {name.replace("_orig_mod.", ""): value for name, value in tensors.items()}
 
 
 def _model_and_metadata(content: FileContent, path: str) -> tuple[Any, dict[str, Any]]:

@@ -207,6 +207,33 @@ def test_a_checkpoint_without_a_record_gives_a_warning(model, tmp_path, caplog, 
     assert "records no norms" in caplog.text
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_names_of_wrapped_models(model, detector_cfg, tmp_path, prefix):
+    """Of torch.compile, of DistributedDataParallel and of AveragedModel, which also counts."""
+    state = model.state_dict()
+    content = {f"{prefix}{name}": value for name, value in state.items()}
+    content["n_averaged"] = torch.tensor(3)
+    loaded = build_model(detector_cfg)
+
+    report = _load(loaded, {"model": content}, tmp_path)
+
+    assert report == "backbone: 82/82 tensors; FPN and heads: 28/28"
+    assert all(map(torch.equal, loaded.state_dict().values(), state.values()))
+
+
+def test_a_part_of_the_names_is_of_a_compiled_backbone(model, detector_cfg, tmp_path):
+    state = model.state_dict()
+    content = {
+        name.replace("backbone.", "backbone._orig_mod."): value
+        for name, value in state.items()
+    }
+    loaded = build_model(detector_cfg)
+
+    _load(loaded, {"model": content}, tmp_path)
+
+    assert all(map(torch.equal, loaded.state_dict().values(), state.values()))
+
+
 def test_statistics_in_the_fpn_prove_batch_norm(detector_cfg, tmp_path):
     detector_cfg.MODEL.FPN.NORM = "BN"
     state = build_model(detector_cfg).state_dict()

@@ -126,3 +126,13 @@ def test_statistics_that_were_multiplied_into_the_scale_are_a_warning(
     GWDetectionCheckpointer(model).load(str(tmp_path / "zoo.pkl"))
 
     assert f"mean 0 and variance 1 in {layers} layers" in caplog.text
+
+
+def test_bn_without_a_record_of_norms_is_no_reason_for_a_warning(
+    frozen_bn, mixed, tmp_path, caplog
+):
+    torch.save({"model": frozen_bn.state_dict()}, tmp_path / "bn.pth")
+
+    load(mixed(), tmp_path / "bn.pth")
+
+    assert "records no norms" not in caplog.text
