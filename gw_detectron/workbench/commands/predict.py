@@ -187,9 +187,11 @@ def _notes(
         )
     if summary.full:
         limit = predictor.cfg.TEST.DETECTIONS_PER_IMAGE
+        is_tiled = isinstance(predictor, prediction.TiledPredictor)
+        tiles = "smaller --tiles" if is_tiled else "--tiles"
         yield (
             f"as many objects as the detector gives ({limit}), so perhaps not all: {summarize_names(summary.full)}. "
-            f"Fix: add TEST.DETECTIONS_PER_IMAGE {2 * limit}, or give --tiles."
+            f"Fix: add --opts TEST.DETECTIONS_PER_IMAGE {2 * limit} as the last words, or give {tiles}."
         )
     if summary.images and not summary.detections:
         yield (

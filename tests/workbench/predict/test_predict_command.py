@@ -155,6 +155,21 @@ def test_names_of_classes_and_config_keys(tmp_path, run_folder, photos):
     assert row["category_name"] in ("a", "b", "c")
 
 
+@pytest.mark.parametrize("tiles", [(), ("--tiles", 48)])
+def test_the_advice_for_many_objects_works(tmp_path, run_folder, photos, capsys, tiles):
+    words = ("--score-threshold", 0, "--no-pictures", "--device", "cpu", *tiles)
+    limit = ("--opts", "TEST.DETECTIONS_PER_IMAGE", 1)
+    predict(run_folder, photos / "b.png", "--output", tmp_path / "a", *words, *limit)
+    advice = capsys.readouterr().err.rpartition("Fix: ")[2]
+    assert ("smaller --tiles" in advice) == bool(tiles)
+
+    start = advice.index("--opts")
+    advised = advice[start : advice.index(" as the last words")].split()
+    predict(run_folder, photos / "b.png", "--output", tmp_path / "b", *words, *advised)
+
+    assert len(results(tmp_path / "b")) > len(results(tmp_path / "a"))
+
+
 @pytest.fixture
 def preview(tmp_path):
     """Preview six photos with three objects each, which ``change`` may alter."""
