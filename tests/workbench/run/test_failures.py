@@ -2,10 +2,12 @@
 
 import contextlib
 import errno
+import multiprocessing
 import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from gw_detectron.errors import DataError, FileAccessError, NonFiniteError
 from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.run import Trainer
 from gw_detectron.workbench.run.training_data import build_training_data
+from gw_detectron.workbench.signals import obey_parent
 
 from ...tiny_run import arguments, config_of
 from ..reliability.forked_run import child, training
@@ -144,6 +147,26 @@ def test_the_error_of_a_worker_keeps_its_cause(tmp_path, capsys, fail, error, wo
     assert words in said
     assert ("NUM_WORKERS" in said) == (fail is kill)
     assert error is not SystemExit or "Traceback" not in said
+
+
+def test_a_worker_that_its_parent_ends_has_not_failed():
+    """Else torch adds a traceback to the error of a run, after its last line."""
+
+    def work(ready):
+        obey_parent(0)
+        ready.set()
+        time.sleep(300)
+
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    worker = context.Process(target=work, args=(ready,), daemon=True)
+    worker.start()
+    assert ready.wait(60)
+
+    worker.terminate()
+
+    worker.join(60)
+    assert worker.exitcode == 0
 
 
 def test_the_error_of_a_hook_is_not_taken_for_one_of_a_worker(tmp_path):
