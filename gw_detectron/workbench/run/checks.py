@@ -58,6 +58,10 @@ def check_run(
             report.errors.append(
                 f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): not UTF-8, which TensorBoard needs. Fix: give another."
             )
+        if "?" in cfg.OUTPUT_DIR:
+            report.errors.append(
+                f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): '?' begins options of an address. Fix: give another."
+            )
         _check_schedule(cfg, report)
         try:
             build_augmentations(cfg)

@@ -423,8 +423,17 @@ def test_an_output_folder_that_is_a_file_is_named(tmp_path, small_dataset):
         main(arguments(path))
 
 
-def test_an_output_folder_that_is_not_utf_8_is_refused(tmp_path, small_dataset):
-    path = tmp_path / "caf\udce9"
-    with pytest.raises(PreflightError, match="not UTF-8, which TensorBoard needs"):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("caf\udce9", "not UTF-8, which TensorBoard needs"),
+        ("run?1", "'\\?' begins options of an address"),
+    ],
+)
+def test_an_output_folder_of_a_wrong_name_is_refused(
+    tmp_path, small_dataset, name, reason
+):
+    path = tmp_path / name
+    with pytest.raises(PreflightError, match=reason):
         main(arguments(path))
     assert not path.exists()
