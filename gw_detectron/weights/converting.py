@@ -46,8 +46,10 @@ from .network_record import (
     read_network_record,
 )
 from .reading import (
+    CHECKSUM_KEY,
     RECORD_KEY,
     FileContent,
+    checksum_of,
     named_tensors,
     read_weights_file,
     sha256_of,
@@ -166,6 +168,7 @@ def write_weights_file(
         # Detectron2 then matches tensors by the end of their names, so that one file fits
         # detectors with and without FPN and bare backbones
         "matching_heuristics": True,
+        CHECKSUM_KEY: checksum_of(tensors),
         **dataclasses.asdict(record),
     }
     arrays = {

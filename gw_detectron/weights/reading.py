@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import zipfile
+import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import IO, Any, ClassVar, Literal, NamedTuple
@@ -26,8 +27,10 @@ from ..errors import (
 
 #: key of this package's record in the metadata of a safetensors file, as JSON
 RECORD_KEY = "gw_detectron"
+CHECKSUM_KEY = "checksum"
 SAVE_AGAIN = "Fix: save {'model': model.state_dict()} with torch.save, as a .pth file."
 _GET_AGAIN = "Fix: get the file again."
+_OTHER_CHECKSUM = f"it is damaged (other checksum than written: {{}}). {_GET_AGAIN}"
 #: first bytes of torch.save's files before torch 1.6
 _LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
 #: first bytes of a dict in pickles of protocols 0 and 1, which have no header
@@ -93,14 +96,18 @@ def _read(file: IO[bytes]) -> FileContent:
 
     # first: the length of the header may look like the first bytes of another format
     if begin[4:9] == b"\0\0\0\0{":
-        return FileContent(_load_safetensors(file), "safetensors", size)
+        value = _load_safetensors(file)
+        _check_values(value)
+        return FileContent(value, "safetensors", size)
     if begin.startswith(b"PK"):
         _check_members(file)
     if begin.startswith((b"PK", _LEGACY_TORCH)):
         return FileContent(_load_torch(file), "torch", size)
     if begin.startswith(b"\x80") or re.match(_DICT_PICKLE, begin):
         # latin1 decodes the strings and arrays of Python 2 in old Detectron files
-        return FileContent(_Unpickler(file, encoding="latin1").load(), "pickle", size)
+        value = _Unpickler(file, encoding="latin1").load()
+        _check_values(value)
+        return FileContent(value, "pickle", size)
 
     kind = kind_of_file(file.read(1000))
     if not kind:
@@ -123,10 +130,26 @@ def _check_members(file: IO[bytes]) -> None:
     with zipfile.ZipFile(file) as archive:
         member = archive.testzip()
     if member is not None:
-        raise WeightsFileError(
-            f"it is damaged (other checksum than written: {brief(member)}). {_GET_AGAIN}"
-        )
+        raise WeightsFileError(_OTHER_CHECKSUM.format(brief(member)))
     file.seek(0)
+
+
+def _check_values(value: Any) -> None:
+    """Compare the checksum that a file of this package records; pickles and safetensors have none of their own."""
+    if not isinstance(value, Mapping) or CHECKSUM_KEY not in value:
+        return
+    if checksum_of(value["model"]) != value[CHECKSUM_KEY]:
+        raise WeightsFileError(_OTHER_CHECKSUM.format("tensors"))
+
+
+def checksum_of(tensors: Mapping[str, Tensor]) -> int:
+    """Return the CRC-32 of the names and values of tensors."""
+    checksum = 0
+    for name, tensor in sorted(tensors.items()):
+        values = tensor.contiguous().reshape(-1).view(torch.uint8)
+        checksum = zlib.crc32(name.encode(), checksum)
+        checksum = zlib.crc32(values.numpy().data, checksum)
+    return checksum
 
 
 def _load_torch(file: IO[bytes]) -> Any:

@@ -3,6 +3,7 @@
 import pickle
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -44,6 +45,20 @@ def safe(r18_file, tmp_path_factory):
 def assert_equal(tensors, expected):
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ["converted", "safe"])
+def test_a_changed_value_is_refused(request, kind, tmp_path):
+    path = shutil.copy(request.getfixturevalue(kind), tmp_path)
+    content = bytearray(Path(path).read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 4] = bytes(byte ^ 1 for byte in content[middle:][:4])
+    Path(path).write_bytes(content)
+
+    with pytest.raises(
+        WeightsFileError, match=r"damaged \(other checksum than written"
+    ):
+        open_checkpoint(path)
 
 
 def test_writes_tensors_and_record(r18, r18_file, converted):
