@@ -1,6 +1,7 @@
 """Pascal VOC: an .xml file for each photo, with the corners of its boxes."""
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ def voc_layout(folder: Path, xmls: Sequence[Path], images: str) -> Layout:
 def voc_list(path: Path, images: str) -> Layout:
     """Return the layout of the photos in a list such as ImageSets/Main/train.txt."""
     folder = Path(*path.parts[: path.parts.index("ImageSets")])
-    files = list_files(folder)
-    xmls = {file.stem: file for file in files if file.suffix.lower() == ".xml"}
+    # a backup of Annotations may be beside it
+    xmls = _xmls_by_stem(folder) | _xmls_by_stem(folder / "Annotations")
     stems = set()
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         stem = line.strip()
@@ -46,7 +47,16 @@ def voc_list(path: Path, images: str) -> Layout:
 
     root, photos = photos_of(folder, images)
     listed = [photo for photo in photos if photo.stem in stems]
-    return _layout(folder, [xmls[stem] for stem in sorted(stems)], root, listed)
+    chosen = [xml for stem in sorted(stems) for xml in xmls[stem]]
+    return _layout(folder, chosen, root, listed)
+
+
+def _xmls_by_stem(folder: Path) -> dict[str, list[Path]]:
+    by_stem: dict[str, list[Path]] = defaultdict(list)
+    for file in list_files(folder):
+        if file.suffix.lower() == ".xml":
+            by_stem[file.stem].append(file)
+    return by_stem
 
 
 def _layout(

@@ -194,6 +194,24 @@ def test_a_list_of_pascal_voc_chooses_photos(tmp_path):
         read_labels(str(lists / "wrong.txt"))
 
 
+def test_a_list_of_pascal_voc_takes_annotations_not_a_backup(tmp_path):
+    write_photo(tmp_path / "JPEGImages/a.jpg")
+    for folder in ("Annotations", "Annotations_old", "backup"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.xml").write_text(voc_text(voc_object(folder)))
+    path = tmp_path / "ImageSets/Main/train.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text("a\n")
+
+    labels = read_labels(str(path))
+
+    (category,) = labels.content["categories"]
+    assert category["name"] == "Annotations"
+    (tmp_path / "Annotations/a.xml").unlink()
+    with pytest.raises(DataError, match="backup/a.xml' and .*_old/a.xml'"):
+        read_labels(str(path))
+
+
 def test_class_names_beside_the_files_are_used_if_they_have_all(write):
     folder = write(voc_text(voc_object("dog")))
     names_file = folder / "classes.txt"
