@@ -13,6 +13,7 @@ from ...images.image_files import list_files
 from ..coco_content import category_names, read_json
 from .content import ContentBuilder, Layout
 from .data_yaml import YAML, read_data_yaml, yaml_of_folder
+from .files import read_text
 from .masks import masks_layout
 from .voc import voc_layout, voc_list
 from .yolo import yaml_layout, yolo_files, yolo_layout, yolo_list
@@ -107,6 +108,10 @@ def _recognize(path: Path, images: str, part: str) -> Layout:
     if suffix == ".xml":
         raise DataError(
             f"'{path}': the labels of one photo. Fix: give the folder of the .xml files."
+        )
+    if not read_text(path).strip():
+        raise DataError(
+            f"'{path}': names no photo. Fix: write the name of a photo in each line, or give the folder of the labels."
         )
     is_voc = "ImageSets" in path.parts
     return voc_list(path, images) if is_voc else yolo_list(path, images)

@@ -79,9 +79,14 @@ def test_folders_that_are_refused(tmp_path, files, told):
         ("a.xml", "<annotation/>", "the labels of one photo"),
         ("a.txt", BOX, "the labels of one photo"),
         ("list.txt", "a.jpg\n", "line 1: no photo"),
+        ("list.txt", "\n", "list.txt': names no photo"),
+        ("ImageSets/list.txt", "\n", "list.txt': names no photo"),
     ],
 )
 def test_files_in_place_of_folders_are_refused(tmp_path, name, text, told):
+    write_photo(tmp_path / "a.png")
+    (tmp_path / "classes.txt").write_text("cat\n")
+    (tmp_path / "ImageSets").mkdir()
     (tmp_path / name).write_text(text)
 
     with pytest.raises(DataError, match=told):
