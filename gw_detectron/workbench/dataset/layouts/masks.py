@@ -164,7 +164,33 @@ def _read_numbers(path: Path) -> np.ndarray:
         raise DataError(
             f"'{path}': has fractions, not numbers of objects. Fix: save whole numbers."
         )
+    if pixels.dtype == np.uint8 and _has_smooth_edges(pixels):
+        raise DataError(
+            f"'{path}': has smooth edges, whose gray levels are not numbers of objects. Fix: save the mask in black "
+            "and white as PNG, resized without interpolation."
+        )
     return pixels
+
+
+def _has_smooth_edges(pixels: np.ndarray) -> bool:
+    """Return whether most numbers of a mask are gray levels at the edges of white shapes.
+
+    The number of an object has a block of 2 x 2 pixels, or a pixel that touches no other object.
+    """
+    counts = np.bincount(pixels.ravel(), minlength=256)
+    if counts[1:].argmax() != 254:  # most pixels of shapes are white
+        return False
+    is_gray = (pixels > 0) & (pixels < 255)
+    grays = pixels[is_gray]
+    around = np.lib.stride_tricks.sliding_window_view(np.pad(pixels, 1), (3, 3))
+    around = around[is_gray]
+
+    is_same = around == grays[:, None, None]
+    is_block = is_same[:, 1:, 1:].all(axis=(1, 2))
+    is_apart = (is_same | (around == 0)).all(axis=(1, 2))
+    count = len(np.unique(grays))
+    objects = np.unique(grays[is_block | is_apart])
+    return count > 1 and 2 * len(objects) < count
 
 
 def _binary(pixels: np.ndarray, path: Path) -> np.ndarray:

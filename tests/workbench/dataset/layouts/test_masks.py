@@ -1,8 +1,10 @@
 """Mask images: one file for each object, or one image for each photo, and masks that are refused."""
 
+import io
+
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 from pycocotools import mask as coco_mask
 
 from gw_detectron.errors import DataError
@@ -159,6 +161,48 @@ def test_masks_that_are_refused(tmp_path, pixels, told):
 
     with pytest.raises(DataError, match=f"masks/a.tif'.*{told}"):
         read_labels(str(tmp_path))
+
+
+def white_shapes(size):
+    """Return an ellipse and a rectangle, drawn at twice the size and made smaller with smooth edges."""
+    image = Image.new("L", (2 * size[0], 2 * size[1]))
+    draw = ImageDraw.Draw(image)
+    draw.ellipse((11, 13, 81, 61), fill=255)
+    draw.rectangle((95, 21, 151, 90), fill=255)
+    return image.resize(size, Image.Resampling.BILINEAR)
+
+
+@pytest.mark.parametrize("change", ["resized", "compressed"])
+def test_masks_with_smooth_edges_are_refused(tmp_path, change):
+    size = (90, 60)
+    photo(tmp_path / "images/a.jpg", size)
+    image = white_shapes(size)
+    if change == "compressed":
+        buffer = io.BytesIO()
+        image.point(lambda value: 255 * (value > 127)).save(buffer, "JPEG")
+        image = Image.open(buffer)
+    write_image(tmp_path / "masks/a.png", image)
+
+    with pytest.raises(DataError, match="masks/a.png': has smooth edges.*Fix: save"):
+        read_labels(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["points", "lines", "cells"])
+def test_many_small_objects_beside_a_large_one_are_no_smooth_edges(tmp_path, kind):
+    photo(tmp_path / "images/a.jpg", (90, 60))
+    pixels = np.zeros((60, 90), np.uint8)
+    numbers = np.arange(1, 201, dtype=np.uint8).reshape(10, 20)
+    if kind == "points":
+        pixels[::6, :80:4] = numbers
+    elif kind == "lines":
+        pixels[::6, :80] = np.repeat(numbers, 4, axis=1)
+        pixels[::6, 3:80:4] = 0
+    else:  # without a gap
+        pixels[:20, :80] = np.kron(numbers, np.ones((2, 4), np.uint8))
+    pixels[:, 80:] = 255
+    write_image(tmp_path / "masks/a.png", pixels)
+
+    assert len(read_labels(str(tmp_path)).content["annotations"]) == 201
 
 
 @pytest.mark.parametrize("name", ["a.tif", "a/x1.tif"])
