@@ -138,7 +138,23 @@ def _open_mask(path: Path) -> Iterator[Image.Image]:
                 f"'{path}': has {pages} pages. Fix: save one file for each object, or one image with a number for "
                 "each object."
             )
-        yield image
+        yield _without_transparency(image)
+
+
+def _without_transparency(image: Image.Image) -> Image.Image:
+    """Return an image that is black where it is transparent, and white elsewhere if that has one color."""
+    if "A" not in image.getbands():
+        return image
+    alpha = np.asarray(image.getchannel("A"))
+    if alpha.min() == alpha.max():
+        return image
+    visible = _threshold(alpha)
+    pixels = np.array(image.convert("RGB"))
+    pixels[~visible] = 0
+    colors = pixels[visible]
+    if (colors == colors[0]).all():
+        pixels[visible] = 255
+    return Image.fromarray(pixels)
 
 
 def _read_numbers(path: Path) -> np.ndarray:
@@ -207,9 +223,12 @@ def _read_object(path: Path) -> np.ndarray:
     with _open_mask(path) as image:
         is_deep = image.mode[0] in "IF"
         pixels = np.asarray(image if is_deep else image.convert("L"))
-    # some tools write 0 and 1, others smooth edges up to 255
-    threshold = 127 if not is_deep and pixels.max() > 127 else 0
-    return (pixels > threshold).astype(np.uint8)
+    return (pixels > 0 if is_deep else _threshold(pixels)).astype(np.uint8)
+
+
+def _threshold(pixels: np.ndarray) -> np.ndarray:
+    """Return where 8-bit pixels are set: some tools write 0 and 1, others smooth edges up to 255."""
+    return pixels > (127 if pixels.max() > 127 else 0)
 
 
 def _add_objects(

@@ -163,6 +163,42 @@ def test_masks_that_are_refused(tmp_path, pixels, told):
         read_labels(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["a.png", "a/x1.png"])
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+@pytest.mark.parametrize("shape", ["black", "white", "red"])
+@pytest.mark.parametrize("ground", ["black", "white"])
+def test_shapes_on_a_transparent_ground(tmp_path, name, mode, shape, ground):
+    photo(tmp_path / "images/a.jpg")
+    image = Image.new("RGB", (30, 20), ground)
+    image.paste(shape, (5, 4, 20, 14))
+    alpha = Image.new("L", image.size)
+    alpha.paste(255, (5, 4, 20, 14))
+    # a smooth edge
+    alpha.paste(90, (4, 4, 5, 14))
+    image.putalpha(alpha)
+    write_image(tmp_path / "masks" / name, image, mode)
+
+    (found,) = read(tmp_path).content["annotations"]
+
+    assert found["bbox"] == [5, 4, 15, 10]
+
+
+def test_numbers_on_a_transparent_ground(tmp_path):
+    photo(tmp_path / "images/a.jpg")
+    pixels = numbered(first=3, second=7)
+    alpha = np.where(pixels > 0, 255, 0)
+    ground = np.where(pixels > 0, pixels, 200)
+    rows = np.stack([ground, alpha], axis=-1).astype(np.uint8)
+    write_image(tmp_path / "masks/a.png", rows)
+    of_ground = read(tmp_path).content["annotations"]
+    rows[..., 1] = 255
+    write_image(tmp_path / "masks/a.png", np.where(rows == 200, 0, rows))
+    opaque = read(tmp_path).content["annotations"]
+
+    assert [row["area"] for row in of_ground] == [18, 9]
+    assert opaque == of_ground
+
+
 def white_shapes(size):
     """Return an ellipse and a rectangle, drawn at twice the size and made smaller with smooth edges."""
     image = Image.new("L", (2 * size[0], 2 * size[1]))
