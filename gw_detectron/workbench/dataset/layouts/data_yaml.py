@@ -1,6 +1,5 @@
 """YOLO's data.yaml, lists of photos, and files of class names."""
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -110,26 +109,48 @@ def names_in(tree: Mapping[str, Any], path: Path) -> list[str]:
 
 def find_names(folder: Path) -> tuple[list[str], Path | None]:
     """Find the class names and their file in a folder, or up to two folders above it; [] without."""
-    for place in (folder, *folder.parents[:2]):
-        for path in _yamls(place):
-            # a yaml of another program
-            with contextlib.suppress(ConfigError, DataError):
-                return names_in(read_data_yaml(path), path), path
+    places = (folder, *folder.parents[:2])
+    # all at once: rows with keypoints look like polygons, so a yaml that tells of them counts above classes.txt, too
+    trees = [_yamls_of_yolo(place) for place in places]
+    for place, yamls in zip(places, trees, strict=True):
+        by_names = {tuple(names_in(tree, path)): path for path, tree in yamls.items()}
+        if by_names:
+            path = next(iter(by_names.values()))
+            return names_in(yamls[path], path), path
         for pattern in _NAME_FILES:
             for path in sorted(place.glob(pattern)):
-                lines = [line.strip() for line in read_text(path).splitlines()]
-                return list(filter(None, lines)), path
+                return _listed_names(path), path
     return [], None
+
+
+def _listed_names(path: Path) -> list[str]:
+    lines = [line.strip() for line in read_text(path).rstrip().splitlines()]
+    return list(filter(None, lines))
 
 
 def yaml_of_folder(folder: Path) -> Path | None:
     """Return the data.yaml in a folder that names the photos of its parts, or None."""
-    for path in _yamls(folder):
-        with contextlib.suppress(ConfigError, DataError):
-            if {"train", "val"} & read_data_yaml(path).keys():
-                return path
-    return None
+    yamls = _yamls_of_yolo(folder)
+    with_photos = [path for path in yamls if {"train", "val"} & yamls[path].keys()]
+    return with_photos[0] if with_photos else None
 
 
-def _yamls(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.y*ml") if path.suffix in YAML)
+def _yamls_of_yolo(folder: Path) -> dict[Path, dict[str, Any]]:
+    """Read the data.yaml in a folder; without one, the yamls of other names that are of YOLO."""
+    paths = sorted(path for path in folder.glob("*.y*ml") if path.suffix in YAML)
+    paths = list(filter(_is_of_yolo, paths))
+    named = [path for path in paths if path.stem == "data"]
+    return {path: read_data_yaml(path) for path in named or paths}
+
+
+def _is_of_yolo(path: Path) -> bool:
+    """Return whether a yaml names classes; data.yaml may lack them, and has to be readable."""
+    is_data = path.stem == "data"
+    try:
+        tree = parse_config(read_text(path), str(path))
+    except (ConfigError, DataError):
+        if is_data:
+            raise
+        return False
+    # nc without names is a network of YOLO, too
+    return "names" in tree or (is_data and "nc" in tree)

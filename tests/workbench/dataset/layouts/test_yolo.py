@@ -256,6 +256,48 @@ def test_a_data_yaml_that_is_refused(write, tree, told):
         read_labels(write_yaml(folder, **tree))
 
 
+@pytest.mark.parametrize("place", [".", "labels/train"])
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("data.yaml", "names: [cat, dog]\nkpt_shape: [17, 3]\n", "keypoints of YOLO"),
+        ("pose.yml", "names: [cat, dog]\nkpt_shape: [17, 3]\n", "keypoints of YOLO"),
+        ("data.yaml", "names:\n\t- cat\n", "not a yaml file"),
+        ("data.yml", "names: {0: cat, 2: dog}\n", "names: not a list"),
+        ("data.yaml", "nc: 2\n", "no names of classes"),
+    ],
+)
+def test_errors_of_a_data_yaml_count_in_its_folders_too(write, place, name, text, told):
+    folder = write(BOX)
+    (folder / name).write_text(f"{text}train: images/train\n")
+    (folder / "classes.txt").write_text("dog\ncat\n")
+
+    with pytest.raises(ConfigError, match=f"{name}'.*{told}"):
+        read_labels(str(folder / place))
+
+
+@pytest.mark.parametrize("place", [".", "labels/train"])
+def test_yamls_of_other_programs_are_passed_over(write, place):
+    folder = write(BOX)
+    (folder / "classes.txt").write_text("dog\ncat\n")
+    (folder / "data.yaml").write_text("train: {a: {json: a.json, images: photos}}\n")
+    (folder / "network.yaml").write_text("nc: 2\nkpt_shape: [17, 3]\n")
+    (folder / "template.yaml").write_text("{{ names }}\n")
+
+    labels = read_labels(str(folder / place))
+
+    assert labels.content["categories"][0]["name"] == "dog"
+
+
+def test_keypoints_are_told_from_polygons_by_a_yaml_above_classes_txt(write):
+    folder = write("0 0.5 0.5 0.2 0.2 0.1 0.1 0.9 0.9")
+    (folder / "labels/train/classes.txt").write_text("cat\n")
+    write_yaml(folder, kpt_shape=[2, 2])
+
+    with pytest.raises(ConfigError, match="keypoints of YOLO are not read"):
+        read_labels(str(folder / "labels/train"))
+
+
 def test_another_yaml_is_refused(tmp_path):
     path = tmp_path / "datasets.yaml"
     path.write_text("train: {a: {json: a.json, images: photos}}\n")
