@@ -1,12 +1,12 @@
 """YOLO's data.yaml, lists of photos, and files of class names."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ....config import parse_config
-from ....errors import ConfigError, DataError
+from ....errors import ConfigError, DataError, summarize_names
 from ...images.image_files import list_files, only_images
 from .files import read_text
 
@@ -115,10 +115,12 @@ def find_names(folder: Path) -> tuple[list[str], Path | None]:
     for place, yamls in zip(places, trees, strict=True):
         by_names = {tuple(names_in(tree, path)): path for path, tree in yamls.items()}
         if by_names:
-            path = next(iter(by_names.values()))
+            path = _only_one(list(by_names.values()))
             return names_in(yamls[path], path), path
         for pattern in _NAME_FILES:
-            for path in sorted(place.glob(pattern)):
+            files = sorted(place.glob(pattern))
+            if files:
+                path = _only_one(files)
                 return _listed_names(path), path
     return [], None
 
@@ -132,7 +134,7 @@ def yaml_of_folder(folder: Path) -> Path | None:
     """Return the data.yaml in a folder that names the photos of its parts, or None."""
     yamls = _yamls_of_yolo(folder)
     with_photos = [path for path in yamls if {"train", "val"} & yamls[path].keys()]
-    return with_photos[0] if with_photos else None
+    return _only_one(with_photos) if with_photos else None
 
 
 def _yamls_of_yolo(folder: Path) -> dict[Path, dict[str, Any]]:
@@ -154,3 +156,13 @@ def _is_of_yolo(path: Path) -> bool:
         return False
     # nc without names is a network of YOLO, too
     return "names" in tree or (is_data and "nc" in tree)
+
+
+def _only_one(paths: Sequence[Path]) -> Path:
+    if len(paths) > 1:
+        names = summarize_names(path.name for path in paths)
+        raise DataError(
+            f"'{paths[0].parent}': several files name the classes ({names}). Fix: give the data.yaml to use, or keep "
+            "one of them there."
+        )
+    return paths[0]

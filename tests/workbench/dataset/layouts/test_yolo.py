@@ -298,6 +298,41 @@ def test_keypoints_are_told_from_polygons_by_a_yaml_above_classes_txt(write):
         read_labels(str(folder / "labels/train"))
 
 
+@pytest.mark.parametrize("place", [".", "labels/train"])
+def test_data_yaml_comes_first_and_of_others_there_may_be_one(write, place):
+    folder = write(BOX)
+    path = str(folder / place)
+    write_yaml(folder, "backup.yaml", train="images/train", names=["old", "older"])
+    write_yaml(folder, train="images/train")
+    categories = read_labels(path).content["categories"]
+    assert [category["name"] for category in categories] == ["cat", "dog"]
+
+    (folder / "data.yaml").rename(folder / "new.yaml")
+    with pytest.raises(DataError, match=r"several files .*\(backup.yaml, new.yaml\)"):
+        read_labels(path)
+
+
+def test_folds_of_a_cross_validation_have_the_same_names(write):
+    folder = write(BOX)
+    for name in ("fold1.yaml", "fold2.yaml"):
+        write_yaml(folder, name, train="images/train")
+
+    labels = read_labels(str(folder / "labels/train"))
+
+    assert labels.content["categories"][0]["name"] == "cat"
+    with pytest.raises(DataError, match="several files"):
+        read_labels(str(folder))
+
+
+def test_several_files_of_names_are_refused(write):
+    folder = write(BOX)
+    for name in ("new.names", "old.names"):
+        (folder / name).write_text(f"cat\n{name}\n")
+
+    with pytest.raises(DataError, match=r"several files .*\(new.names, old.names\)"):
+        read_labels(str(folder / "labels"))
+
+
 def test_another_yaml_is_refused(tmp_path):
     path = tmp_path / "datasets.yaml"
     path.write_text("train: {a: {json: a.json, images: photos}}\n")
