@@ -126,8 +126,14 @@ def find_names(folder: Path) -> tuple[list[str], Path | None]:
 
 
 def _listed_names(path: Path) -> list[str]:
-    lines = [line.strip() for line in read_text(path).rstrip().splitlines()]
-    return list(filter(None, lines))
+    """Read a class name from each line; blank lines may only follow the last one."""
+    names = [line.strip() for line in read_text(path).rstrip().splitlines()]
+    if "" in names:
+        raise DataError(
+            f"'{path}', line {names.index('') + 1}: blank, so the number of the next class is not clear. Fix: remove "
+            "the line, or write a name."
+        )
+    return names
 
 
 def yaml_of_folder(folder: Path) -> Path | None:

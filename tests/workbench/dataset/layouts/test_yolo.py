@@ -333,6 +333,19 @@ def test_several_files_of_names_are_refused(write):
         read_labels(str(folder / "labels"))
 
 
+def test_blank_lines_may_only_follow_the_names(write):
+    folder = write(BOX)
+    names_file = folder / "classes.txt"
+
+    names_file.write_text("cat\n dog\n\n \n")
+    categories = read_labels(str(folder / "labels")).content["categories"]
+    assert [category["name"] for category in categories] == ["cat", "dog"]
+
+    names_file.write_text("cat\n \ndog\n")
+    with pytest.raises(DataError, match="classes.txt', line 2: blank"):
+        read_labels(str(folder / "labels"))
+
+
 def test_another_yaml_is_refused(tmp_path):
     path = tmp_path / "datasets.yaml"
     path.write_text("train: {a: {json: a.json, images: photos}}\n")
