@@ -34,15 +34,21 @@ def encoding_of(path: Path) -> str:
     return "utf-16" if is_utf16 else "utf-8-sig"
 
 
-def find_photos(stems: Mapping[Path, str], photos: Iterable[Path]) -> dict[Path, Path]:
+def find_photos(
+    stems: Mapping[Path, str], photos: Sequence[Path], beside: Iterable[Path] = ()
+) -> dict[Path, Path]:
     """Find the photo of label files by the name of the photo, with or without its suffix, or without _img.
 
-    Of several photos of a name, it is the one with the most folder names in common with the label file.
+    Labels a belong to a_img only without a photo a in its folder; it may be one of those ``beside``. Of several photos
+    of a name, it is the one with the most folder names in common with the label file.
     """
+    taken = {(photo.parent, plain_name(photo.stem)) for photo in (*photos, *beside)}
     by_name = defaultdict(list)
     for photo in photos:
+        own = {plain_name(photo.name), plain_name(photo.stem)}
         for name in label_names(photo):
-            by_name[name].append(photo)
+            if name in own or (photo.parent, name) not in taken:
+                by_name[name].append(photo)
     found = {}
     for label, stem in stems.items():
         same_name = by_name[plain_name(stem)]

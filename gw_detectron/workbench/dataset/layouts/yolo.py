@@ -129,13 +129,14 @@ def _labels_of(
         groups[photo.parent].append(photo)
 
     for folder, group in groups.items():
-        names = set().union(*map(label_names, only_images(folder.iterdir())))
+        beside = only_images(folder.iterdir())
+        names = set().union(*map(label_names, beside))
         # where both have one, that in the folder labels is used
         for place in dict.fromkeys((folder, _labels_folder(folder))):
             if not place.is_dir():
                 continue
             stems = {text: text.stem for text in _label_files(sorted(place.iterdir()))}
-            for label, photo in find_photos(stems, group).items():
+            for label, photo in find_photos(stems, group, beside).items():
                 labels[photo] = label
             left_over += [
                 text.name for text in stems if plain_name(text.stem) not in names

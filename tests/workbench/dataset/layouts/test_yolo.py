@@ -114,6 +114,37 @@ def test_label_files_are_found_by_every_name_that_tools_write(
     assert labels.notes == []
 
 
+@pytest.mark.parametrize("with_yaml", [True, False])
+def test_a_photo_named_img_does_not_take_the_labels_of_another(write, with_yaml):
+    write(BOX, "train/a")
+    write(None, "train/a_img")
+    write(None, "train/b_img")
+    folder = write(BOX, "train/c-image")
+    (folder / "labels/train/b.txt").write_text(f"{BOX}\n{BOX}")
+    (folder / "labels/classes.txt").write_text("cat\ndog\n")
+    path = str(folder / "labels")
+    if with_yaml:
+        path = write_yaml(folder, train="images/train")
+
+    content = read_labels(path).content
+
+    names = {image["id"]: image["file_name"] for image in content["images"]}
+    owners = [names[row["image_id"]].split("/")[-1] for row in content["annotations"]]
+    assert sorted(owners) == ["a.jpg", "b_img.jpg", "b_img.jpg", "c-image.jpg"]
+
+
+def test_a_listed_photo_named_img_does_not_take_the_labels_of_one_beside_it(write):
+    write(BOX, "train/a")
+    write(None, "train/a_img")
+    folder = write(BOX, "train/b")
+    (folder / "train.txt").write_text("images/train/a_img.jpg\nimages/train/b.jpg\n")
+
+    content = read_labels(write_yaml(folder, train="train.txt")).content
+
+    (row,) = content["annotations"]
+    assert content["images"][row["image_id"] - 1]["file_name"] == "images/train/b.jpg"
+
+
 def test_label_files_that_are_left_over_are_named(write):
     write(BOX, "train/A")
     write(BOX, "train/of_another_list")
