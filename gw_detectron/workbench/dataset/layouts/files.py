@@ -105,13 +105,7 @@ def label_of_each(
     found = find_photos(stems, photos)
     if not found:
         raise no_photo(list(stems), photos)
-    owners: dict[Path, Path] = {}
-    for label, photo in found.items():
-        other = owners.setdefault(photo, label)
-        if other != label:
-            raise DataError(
-                f"'{label}' and '{other}': both are labels of '{photo}'. Fix: give the folder of one of them."
-            )
+    owners = label_by_photo(found)
 
     without_photo = [label.name for label in stems if label not in found]
     note_left_out(without_photo, "label files without a photo", notes)
@@ -120,6 +114,18 @@ def label_of_each(
     names = [p.name for p in without_label if not MASK_NAME.search(p.parent.name)]
     note_left_out(names, "photos without labels", notes)
     return owners
+
+
+def label_by_photo(found: Mapping[Path, Path]) -> dict[Path, Path]:
+    """Return the label file of each photo from the photo of each label file; several of one photo are a DataError."""
+    labels: dict[Path, Path] = {}
+    for label, photo in found.items():
+        other = labels.setdefault(photo, label)
+        if other != label:
+            raise DataError(
+                f"'{label}' and '{other}': both are labels of '{photo}'. Fix: remove one, or give the folder of one."
+            )
+    return labels
 
 
 def no_photo(labels: Sequence[Path], photos: Sequence[Path]) -> DataError:

@@ -22,6 +22,7 @@ from .data_yaml import (
 from .files import (
     encoding_of,
     find_photos,
+    label_by_photo,
     label_names,
     label_of_each,
     note_left_out,
@@ -136,8 +137,7 @@ def _labels_of(
             if not place.is_dir():
                 continue
             stems = {text: text.stem for text in _label_files(sorted(place.iterdir()))}
-            for label, photo in find_photos(stems, group, beside).items():
-                labels[photo] = label
+            labels |= label_by_photo(find_photos(stems, group, beside))
             left_over += [
                 text.name for text in stems if plain_name(text.stem) not in names
             ]

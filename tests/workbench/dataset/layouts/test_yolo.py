@@ -114,6 +114,16 @@ def test_label_files_are_found_by_every_name_that_tools_write(
     assert labels.notes == []
 
 
+@pytest.mark.parametrize("place", ["data.yaml", "labels"])
+def test_two_label_files_of_one_photo_are_refused(write, place):
+    folder = write(BOX)
+    (folder / "labels/train/a.jpg.txt").write_text(BOX)
+    write_yaml(folder, train="images/train")
+
+    with pytest.raises(DataError, match="both are labels of .*images/train/a.jpg'"):
+        read_labels(str(folder / place))
+
+
 @pytest.mark.parametrize("with_yaml", [True, False])
 def test_a_photo_named_img_does_not_take_the_labels_of_another(write, with_yaml):
     write(BOX, "train/a")
