@@ -41,7 +41,7 @@ def check_coco(
     found: _Found = defaultdict(list)
     reader = RecordReader()
     with reader.errors():
-        images = _check_images(reader, content["images"])
+        images = _check_images(reader, content["images"], needs)
         categories = _check_categories(reader, content["categories"])
         # the official test images have no annotations
         annotations = (
@@ -66,7 +66,9 @@ def check_coco(
         )
 
 
-def _check_images(reader: RecordReader, images: Sequence[dict]) -> dict[Any, dict]:
+def _check_images(
+    reader: RecordReader, images: Sequence[dict], needs: DatasetNeeds
+) -> dict[Any, dict]:
     """Return the images by id; raise DataError unless each has the fields that Detectron2 reads."""
     by_id: dict[Any, dict] = {}
     for image in reader.read(images):
@@ -77,6 +79,12 @@ def _check_images(reader: RecordReader, images: Sequence[dict]) -> dict[Any, dic
         if not (image["height"] >= 1 and image["width"] >= 1):
             raise DataError(
                 f"image {image['id']}: has no pixels: its width or height is not 1 or more"
+            )
+        size = (image["width"], image["height"])
+        # where masks are pasted
+        if needs.masks and not all(isinstance(side, int) for side in size):
+            raise DataError(
+                f"image {image['id']}: width and height {size} are not integers. Fix: write the size of the file."
             )
         os.fspath(image["file_name"])  # else a TypeError
         _check_id(image["id"], "image")

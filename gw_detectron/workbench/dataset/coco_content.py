@@ -7,6 +7,7 @@ import codecs
 import contextlib
 import hashlib
 import json
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -116,13 +117,14 @@ def complete_coco(
     ``area`` is the area of the mask, else of the box. ``iscrowd`` is 0 (also for null, NaN and texts such as "0",
     which Detectron2 takes for 1) or follows ``ignore``; the checks name another text. ``id`` counts from 1 where one is
     missing, repeated or unusable. ``num_keypoints`` counts the labeled ones; without ``keypoints`` none is labeled. A
-    file with some of the ``classes`` of the run, names by id, gets the others.
+    file with some of the ``classes`` of the run, names by id, gets the others. Sizes of images such as 640.0 become
+    integers, as the pasting of masks needs them.
 
     Returns:
         The content, the same object if it is complete, and a sentence for each kind of replaced value.
     """
     try:
-        with_classes, notes = _add_classes(content, classes or {})
+        with_classes, notes = _add_classes(_with_whole_sizes(content), classes or {})
         annotations = with_classes["annotations"]
         completed = complete_annotations(with_classes)
         # 1.0 equals 1, but is no id of a match
@@ -141,6 +143,20 @@ def complete_coco(
                 f"{source}."
             )
     return {**with_classes, "annotations": completed}, notes
+
+
+def _with_whole_sizes(content: Any) -> Any:
+    """Return a content whose sizes of images are integers where they are whole; the same object if all are."""
+    images = []
+    for image in content["images"]:
+        whole = {
+            side: int(image[side])
+            for side in ("height", "width")
+            if isinstance(image[side], float) and image[side].is_integer()
+        }
+        images.append(image | whole if whole else image)
+    is_same = all(map(operator.is_, images, content["images"]))
+    return content if is_same else {**content, "images": images}
 
 
 def _add_classes(content: Any, classes: Mapping[int, str]) -> tuple[Any, list[str]]:

@@ -6,6 +6,7 @@ import numpy as np
 import pycocotools.mask as mask_util
 import pytest
 
+from gw_detectron.errors import DataError
 from gw_detectron.workbench.dataset.annotation_checks import DatasetNeeds
 from gw_detectron.workbench.dataset.coco_content import complete_coco
 from gw_detectron.workbench.dataset.geometry import is_run_length, mask_boxes
@@ -203,6 +204,20 @@ def test_annotations_as_tools_and_people_write_them_pass(change, needs):
 
     assert coco_faults(content, needs) == ([], [])
     assert complete_coco(content)[0] is content
+
+
+@pytest.mark.parametrize("height", [HEIGHT + 0.5, float(HEIGHT)])
+@NEEDS
+def test_sizes_of_images_that_are_no_integers_are_refused(height, needs):
+    content = objects()
+    content["images"][0]["height"] = height
+
+    with pytest.raises(DataError, match=f"image 1: width and .*{WIDTH}, {height}"):
+        coco_faults(content, needs)
+    assert coco_faults(content, needs._replace(masks=False)) == ([], [])
+    if height == HEIGHT:
+        completed, _ = complete_coco(content)
+        assert coco_faults(completed, needs) == ([], [])
 
 
 def test_run_lengths_of_any_counts_are_accepted():

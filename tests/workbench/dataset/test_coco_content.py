@@ -120,6 +120,19 @@ def test_annotations_without_an_id_are_numbered_from_1(complete):
     assert complete_coco(complete)[0] == COMPLETE
 
 
+def test_whole_sizes_of_images_become_integers(complete):
+    complete["images"][0] |= {"height": 40.0, "width": 60.0}
+    before = copy.deepcopy(complete)
+
+    completed, notes = complete_coco(complete)
+
+    assert completed == COMPLETE
+    (image,) = completed["images"]
+    assert (type(image["height"]), type(image["width"])) == (int, int)
+    assert notes == []
+    assert complete == before
+
+
 def test_a_validation_file_gets_the_categories_of_the_training():
     classes = {0: "apple", 3: "pear"}
 
