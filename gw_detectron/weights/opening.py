@@ -24,9 +24,11 @@ from .reading import FileContent, named_tensors, read_weights_file
 _HEAD = re.compile(
     r"(module\.)?(proposal_generator|roi_heads|head\.(cls|bbox)_\w+)\.|cls_score_w|retnet_cls"
 )
-# of Detectron2: the file that names the newest checkpoint, and the last one of a run
-_TAG, _FINAL = "last_checkpoint", "model_final.pth"
+_TAG = "last_checkpoint"  # of Detectron2: names the newest checkpoint
+FINAL_CHECKPOINT = "model_final.pth"  # of Detectron2: the last one of a run
 BEST_CHECKPOINT = "model_best.pth"  # which TEST.BEST keeps
+# a pattern of files; a user's copy may have more in its name
+PERIODIC_CHECKPOINTS = f"model_{'[0-9]' * 7}.pth"
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,11 @@ def last_checkpoint(folder: str) -> str:
     tag = Path(folder, _TAG)
     if tag.exists():
         return str(Path(folder, tag.read_text(errors="replace").strip()))
-    if Path(folder, _FINAL).is_file():  # weights alone, such as a user has copied
+    if Path(
+        folder, FINAL_CHECKPOINT
+    ).is_file():  # weights alone, such as a user has copied
         return ""
-    return max(map(str, Path(folder).glob("model_[0-9]*.pth")), default="")
+    return max(map(str, Path(folder).glob(PERIODIC_CHECKPOINTS)), default="")
 
 
 def best_checkpoint(folder: str) -> str:
@@ -98,7 +102,7 @@ def best_checkpoint(folder: str) -> str:
     best = Path(folder, BEST_CHECKPOINT)
     if best.is_file():
         return str(best)
-    return last_checkpoint(folder) or str(Path(folder, _FINAL))
+    return last_checkpoint(folder) or str(Path(folder, FINAL_CHECKPOINT))
 
 
 def config_beside(weights: str) -> str:

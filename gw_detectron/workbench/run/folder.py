@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from ...errors import CheckReport, ConfigError, FileAccessError, RunError
 from ...weights import LazyCheckpoint
-from ...weights.opening import BEST_CHECKPOINT
+from ...weights.opening import BEST_CHECKPOINT, FINAL_CHECKPOINT
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _OTHER_CHECKPOINT = (
     "instead of --resume."
 )
 # by which later commands find a detector
-_DETECTORS = ("last_checkpoint", "model_final.pth", BEST_CHECKPOINT)
+_DETECTORS = ("last_checkpoint", FINAL_CHECKPOINT, BEST_CHECKPOINT)
 # Detectron2 would reuse the converted annotations even if the dataset has changed.
 _EVALUATION = (
     f"inference/{PREDICTIONS}",
@@ -108,9 +108,7 @@ def check_output(
                 f"TEST.BEST (''): the run kept {BEST_CHECKPOINT} by a score, and commands would take it also later. "
                 "Fix: set TEST.BEST as in that run, or move the file elsewhere."
             )
-    elif resume and any(
-        path.name != BEST_CHECKPOINT for path in Path(folder).glob("model_*.pth")
-    ):
+    elif resume and os.path.lexists(os.path.join(folder, FINAL_CHECKPOINT)):
         report.errors.append(
             f"--resume: '{folder}/last_checkpoint', which names the checkpoint, is missing. "
             f"{_OTHER_CHECKPOINT}"

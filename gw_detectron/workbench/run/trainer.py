@@ -57,6 +57,7 @@ from ...weights import (
     open_start_weights,
     trained_classes,
 )
+from ...weights.opening import PERIODIC_CHECKPOINTS
 from ..dataset.coco_scores import coco_tasks
 from ..dataset.dataset_checks import wrong_evaluator
 from ..dataset.metadata import classes_of
@@ -349,7 +350,7 @@ class Trainer(DefaultTrainer):
             self.checkpointer, solver.CHECKPOINT_PERIOD, max_to_keep=keep
         )
         if self._run.weights.resumed:  # those of the run before its stop
-            earlier = Path(self.cfg.OUTPUT_DIR).glob("model_[0-9]*.pth")
+            earlier = Path(self.cfg.OUTPUT_DIR).glob(PERIODIC_CHECKPOINTS)
             hook.recent_checkpoints = sorted(map(str, earlier))
         return hook
 

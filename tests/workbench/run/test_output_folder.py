@@ -12,7 +12,7 @@ import torch
 
 from gw_detectron.errors import CheckReport, ConfigError, PreflightError, UserError
 from gw_detectron.weights import LazyCheckpoint
-from gw_detectron.weights.opening import local_file
+from gw_detectron.weights.opening import last_checkpoint, local_file
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.run import start
 from gw_detectron.workbench.run.folder import (
@@ -69,9 +69,11 @@ def test_only_the_last_checkpoints_stay(tmp_path, small_dataset):
     names = {path.name for path in tmp_path.glob("*.pth")}
     assert names == {"model_0000002.pth", "model_final.pth"}
 
+    copy = "model_0000001_paper.pth"  # of the user
+    shutil.copy(tmp_path / "model_0000002.pth", tmp_path / copy)
     main(arguments(tmp_path, "--resume", SOLVER__MAX_ITER=5, **keys))
     names = {path.name for path in tmp_path.glob("*.pth")}
-    assert names == {"model_0000004.pth", "model_final.pth"}
+    assert names == {"model_0000004.pth", "model_final.pth", copy}
 
 
 def test_an_evaluation_runs_beside_a_training(tmp_path, small_dataset):
@@ -334,9 +336,11 @@ def test_a_link_to_a_checkpoint_that_was_moved_away(tmp_path):
     assert "start again with --overwrite" in error
 
 
-def test_downloaded_weights_in_the_folder_are_no_run_to_resume(tmp_path):
-    (tmp_path / "R-50.pth").touch()
+@pytest.mark.parametrize("name", ["R-50.pth", "model_0000009_of_other_run.pth"])
+def test_weights_of_the_user_in_the_folder_are_no_run_to_resume(tmp_path, name):
+    (tmp_path / name).touch()
 
+    assert last_checkpoint(str(tmp_path)) == ""
     assert output_errors(tmp_path, resume=True) == []
 
 
