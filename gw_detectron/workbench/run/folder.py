@@ -13,7 +13,11 @@ from typing import IO, Any
 
 from ...errors import CheckReport, ConfigError, FileAccessError, RunError
 from ...weights import LazyCheckpoint
-from ...weights.opening import BEST_CHECKPOINT, FINAL_CHECKPOINT
+from ...weights.opening import (
+    BEST_CHECKPOINT,
+    FINAL_CHECKPOINT,
+    PERIODIC_CHECKPOINTS,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ _EVALUATION = (
 )
 # config.yaml, datasets.yaml and datasets/ stay until the new run, which may read them, writes its own. log.txt stays.
 _EVENTS = "events.out.tfevents.*"  # of TensorBoard
-_RUN = ("last_checkpoint", "model_*.pth", METRICS, _EVENTS)
+_RUN = (*_DETECTORS, PERIODIC_CHECKPOINTS, METRICS, _EVENTS)
 _FOLDERS = ("inference", "inference_TTA", "inference_mixed", "report")
 
 
@@ -141,9 +145,11 @@ def stale_output(
 
     These are results of an evaluation, on request also the ``metrics`` and events, to which a new run would
     append, the ``best`` weights of a run without a checkpoint, or ``everything`` of an earlier run
-    but its log. A checkpoint that is ``needed`` by the new run is left out. If commands would take it
-    for the new run's, or a needed file is in a folder to remove, it is a ConfigError. So are linked metrics: a
-    trainer opens them, and then empties what it has opened.
+    but its log. Folders such as ``inference`` are the user's if no run was there.
+
+    A checkpoint that is ``needed`` by the new run is left out. If commands would take it for the new run's, or a needed
+    file is in a folder to remove, it is a ConfigError. So are linked metrics: a trainer opens them, and then empties
+    what it has opened.
     """
     patterns = list(_EVALUATION)
     if metrics:
@@ -151,7 +157,7 @@ def stale_output(
     if best:
         patterns.append(BEST_CHECKPOINT)
     if everything:
-        patterns += [*_RUN, *_FOLDERS]
+        patterns += [*_RUN, *_folders_of_run(folder)]
 
     kept = [Path(path).resolve() for path in needed]
     stale = []
@@ -172,6 +178,18 @@ def stale_output(
                 "file elsewhere, or give another OUTPUT_DIR."
             )
     return stale
+
+
+def _folders_of_run(folder: str) -> list[str]:
+    """Return the names of the folders that a run and its report have written; none where no run was."""
+    marks = [Path(folder, name) for name in ("config.yaml", *_DETECTORS)]
+    if not Path(folder, "log.txt").is_file() or not any(map(Path.exists, marks)):
+        return []
+
+    names = list(_FOLDERS)
+    if not Path(folder, "report", "report.html").is_file():
+        names.remove("report")
+    return names
 
 
 def remove_files(paths: Iterable[Path]) -> None:

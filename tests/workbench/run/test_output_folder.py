@@ -234,6 +234,29 @@ def test_a_new_run_deletes_metrics_and_events_and_the_earlier_evaluation(earlier
     assert names(inference) == ["other.json"]
 
 
+@pytest.mark.parametrize(
+    ("present", "kept"),
+    [
+        # a folder of the user, where no run was
+        ([], ["report/thesis.tex", "inference/server.py", "model_notes.pth"]),
+        (["config.yaml"], ["report/thesis.tex", "inference/server.py"]),
+        # a run without a report
+        (["config.yaml", "log.txt"], ["report/thesis.tex", "model_notes.pth"]),
+        (["model_final.pth", "log.txt"], ["report/thesis.tex", "model_0000001_a.pth"]),
+    ],
+)
+def test_files_that_no_run_wrote_stay(tmp_path, present, kept):
+    for name in (*present, *kept):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("the user's")
+
+    clear(tmp_path, everything=True)
+
+    for name in kept:
+        assert (tmp_path / name).read_text() == "the user's"
+
+
 @pytest.mark.parametrize("folder", ["none", "s3://bucket/run"])
 def test_a_folder_without_a_run_has_no_stale_files(folder):
     assert stale_output(folder, everything=True) == []
