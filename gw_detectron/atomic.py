@@ -1,6 +1,7 @@
 """Atomic writes: a file or folder appears complete or not at all."""
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -82,7 +83,8 @@ def check_replaceable(output: Path, files: Sequence[str]) -> None:
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
     """Yield a hidden name beside a path; remove what is there at the end."""
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.tmp")
+    # a character has up to 4 bytes, a name up to 255
+    temporary = path.with_name(f".{path.name[:60]}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
     except Exception as error:
@@ -95,9 +97,11 @@ def _temporary(path: Path) -> Iterator[Path]:
         if named != os.fspath(path) and not named.startswith(os.fspath(temporary)):
             raise
 
+        fix = "free disk space or get write permission, then run again"
+        if cause.errno == errno.ENAMETOOLONG:
+            fix = "give a shorter name"
         raise FileAccessError(
-            f"'{path}': was not written: {cause.strerror or cause}. Fix: free disk space or get write permission, then "
-            "run again (a training with --resume)."
+            f"'{path}': was not written: {cause.strerror or cause}. Fix: {fix}."
         ) from error
     finally:
         _remove(temporary)

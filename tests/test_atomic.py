@@ -95,6 +95,15 @@ def test_a_full_disk_is_an_error_of_the_file(tmp_path):
         raise full
 
 
+@pytest.mark.parametrize("name", ["n" * 255, "\N{CJK UNIFIED IDEOGRAPH-732B}" * 85])
+def test_the_longest_name_is_written_and_a_longer_one_named(tmp_path, name):
+    write_text(tmp_path / name, "new")
+    assert entries(tmp_path) == [name]
+
+    with pytest.raises(FileAccessError, match=r"too long\. Fix: give a shorter name"):
+        write_text(tmp_path / f"{name}n", "new")
+
+
 def test_unfinished_files_are_removed_and_no_others(tmp_path):
     (tmp_path / ".model.pth.01234567.tmp").write_bytes(b"half")
     (tmp_path / ".pictures.89abcdef.tmp").mkdir()

@@ -31,6 +31,8 @@ from .layouts import LabelSet, is_layout, read_labels
 from .metadata import coco_metadata
 from .source import CocoSource, is_foreign, own_source, own_sources
 
+_LONGEST_NAME = 200  # bytes; names of files may have 255, and add an ending
+
 
 def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
     """Open datasets and register them with Detectron2 for a run folder.
@@ -137,6 +139,11 @@ def _register(name: str, source: CocoSource) -> None:
     if not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(
             f"dataset ('{name}'): not a name. Fix: use letters, digits, '_', '-' and '.' only."
+        )
+    if len(name.encode()) > _LONGEST_NAME:
+        raise ConfigError(
+            f"dataset ('{name}'): longer than {_LONGEST_NAME} bytes, too long for names of files. Fix: give a shorter "
+            "name."
         )
     if is_foreign(name):
         raise ConfigError(

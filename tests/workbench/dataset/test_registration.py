@@ -209,7 +209,9 @@ def test_a_file_that_cannot_be_split(folder, files, content):
         register_datasets(datasets, str(folder / "run"))
 
 
-@pytest.mark.parametrize("name", ["coco_2017_train", "a/b"])
+@pytest.mark.parametrize(
+    "name", ["coco_2017_train", "a/b", "n" * 201, "\N{CJK UNIFIED IDEOGRAPH-732B}" * 67]
+)
 def test_names_that_cannot_be_registered(tmp_path, files, name):
     datasets = CocoDatasets({name: CocoDataset(*files)})
     folder = str(tmp_path)
