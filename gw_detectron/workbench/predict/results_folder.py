@@ -118,15 +118,20 @@ def write_predictions(
 
 
 def _keep(run: "_Prediction", folder: Path, partial: Path) -> None:
-    """Move what was done to the folder of partial results."""
+    """Move what was done to the folder of partial results; without pictures if the disk is full."""
     try:
         run.write(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        os.rename(folder, partial)
-        log.warning(
-            f"not complete; images done until now: {len(run.images)}, in '{partial}'."
-        )
+    except OSError:
+        shutil.rmtree(folder / PICTURES, ignore_errors=True)
+        run.write(folder)
+    except Exception:  # the results are written first, and complete
+        log.debug("'%s': not all files were written", partial, exc_info=True)
+
+    shutil.rmtree(partial, ignore_errors=True)
+    os.rename(folder, partial)
+    log.warning(
+        f"not complete; images done until now: {len(run.images)}, in '{partial}'."
+    )
 
 
 def usual_tile(cfg: CfgNode) -> int:

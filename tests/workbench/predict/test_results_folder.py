@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import errno
 import io
 import json
 import os
@@ -237,6 +238,29 @@ def test_what_is_done_is_kept_if_a_file_cannot_be_written(
 
     rows = json.loads((tmp_path / "out.partial" / "predictions.json").read_text())
     assert len(rows) == 2
+
+
+@pytest.mark.parametrize("is_enough", [True, False])
+def test_a_full_disk_keeps_whole_results_without_pictures_or_none(
+    tmp_path, photos, predict, monkeypatch, caplog, is_enough
+):
+    write = results_folder._Prediction.write
+
+    def write_to_full_disk(run, folder):
+        if (folder / "pictures").exists() or not is_enough:
+            (folder / "predictions.json").write_text("[half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(run, folder)
+
+    monkeypatch.setattr(results_folder._Prediction, "write", write_to_full_disk)
+    with pytest.raises(FileAccessError, match=r"disk space .*, then run again\.$"):
+        predict(photos)
+
+    partial = tmp_path / "out.partial"
+    assert partial.exists() == ("images done until now: 2" in caplog.text) == is_enough
+    if is_enough:
+        assert len(json.loads((partial / "predictions.json").read_text())) == 2
+        assert not (partial / "pictures").exists()
 
 
 @pytest.mark.parametrize(
