@@ -176,7 +176,8 @@ def write_weights_file(
     }
     if suffix == ".safetensors":
         metadata = {"format": "pt", RECORD_KEY: json.dumps(entries)}
-        safetensors.numpy.save_file(arrays, path, metadata)
+        # save_file's error of a full disk is not an OSError
+        path.write_bytes(safetensors.numpy.save(arrays, metadata))
         return
     with open(path, "wb") as file:
         pickle.dump({"model": arrays, **entries}, file, protocol=4)

@@ -12,7 +12,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 
 from gw_detectron.atomic import atomic_write
-from gw_detectron.errors import UserError, WeightsFileError
+from gw_detectron.errors import FileAccessError, UserError, WeightsFileError
 from gw_detectron.weights import (
     convert,
     convert_file,
@@ -25,6 +25,7 @@ from gw_detectron.weights.network_record import PREPROCESSING, TORCHVISION
 from gw_detectron.weights.reading import RECORD_KEY, sha256_of
 from gw_detectron.workbench.commands import weights as weights_command
 
+from ..workbench.run.test_failures import files_limited_to
 from .synthetic import make_network
 
 
@@ -191,6 +192,17 @@ def test_files_are_overwritten_by_request_and_folders_created(
     assert "S1-B1" in (tmp_path / "own.yaml").read_text()
     convert_file(r18_file, "new/folder/a.pkl")
     assert (tmp_path / "new/folder/a.pkl").is_file()
+
+
+@pytest.mark.parametrize("suffix", [".pkl", ".safetensors"])
+def test_a_full_disk_is_named_and_leaves_nothing(r18_file, tmp_path, suffix):
+    with (
+        pytest.raises(FileAccessError, match=f"r18{suffix}'.*free disk space"),
+        files_limited_to(100_000),
+    ):
+        convert_file(r18_file, tmp_path / f"r18{suffix}")
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_unfinished_file_of_another_process_stays(r18_file, tmp_path):
