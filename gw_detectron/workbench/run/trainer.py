@@ -518,7 +518,12 @@ class Trainer(DefaultTrainer):
                 "MODEL.WEIGHTS ('%s'): not loaded. Fix: call resume_or_load() first.",
                 unloaded.address,
             )
-        if self.start_iter >= self.max_iter:
+        if self.start_iter > self.max_iter:
+            raise ConfigError(
+                f"SOLVER.MAX_ITER ({self.max_iter}): the run to resume has {self.start_iter} iterations. Fix: give a "
+                f"higher value, or {self.start_iter}, which only evaluates."
+            )
+        if self.start_iter == self.max_iter:
             log.warning(
                 "SOLVER.MAX_ITER (%d): the run has finished and is only evaluated",
                 self.max_iter,
@@ -539,7 +544,7 @@ class Trainer(DefaultTrainer):
             self._hooks = [
                 hook for hook in self._hooks if not isinstance(hook, evaluation)
             ]
-        elif self.start_iter >= self.max_iter:
+        elif self.start_iter == self.max_iter:
             # Detectron2 counts one iteration more when a finished run is resumed
             self.iter = self.start_iter
         super().after_train()

@@ -13,7 +13,7 @@ from torch import nn
 
 from gw_detectron.atomic import AtomicPathManager
 from gw_detectron.config import changed_config
-from gw_detectron.errors import PreflightError
+from gw_detectron.errors import ConfigError, PreflightError
 from gw_detectron.weights import detector_file
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.report import RunFolder
@@ -206,6 +206,18 @@ def test_a_finished_run_that_is_resumed_counts_no_further_iteration(tmp_path, sc
     assert checkpoint(tmp_path, "best")["iteration"] == 0
     last = RunFolder(tmp_path).metrics[-1]
     assert (last["iteration"], last["bbox/AP"]) == (1, 9)
+
+
+def test_a_run_is_not_resumed_for_fewer_iterations_than_it_has(tmp_path, scripted):
+    scripted(5.0, 6.0)
+    run(tmp_path, SOLVER__MAX_ITER=2)
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("model_best*")}
+
+    scripted(9.0)
+    with pytest.raises(ConfigError, match=r"MAX_ITER \(1\): .* 2 iterations"):
+        run(tmp_path, "--resume", SOLVER__MAX_ITER=1)
+
+    assert {path: path.read_bytes() for path in kept} == kept
 
 
 def test_the_highest_score_of_a_class_named_loss_is_the_best(tmp_path, scripted):
