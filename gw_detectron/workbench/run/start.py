@@ -69,7 +69,7 @@ def open_run(
     """Lock the folder of a run, check the run and open its log. A training writes the rest when it begins.
 
     Until :meth:`OpenRun.begin` the folder of an earlier run is unchanged, but for its log. An evaluation begins at
-    once, and locks and writes the folder ``inference``. Arguments and errors as for :class:`.trainer.Trainer`.
+    once, and writes the folder ``inference``, as trainings do. Arguments and errors as for :class:`.trainer.Trainer`.
     """
     output = cfg.OUTPUT_DIR
     folder = os.path.join(output, "inference") if eval_only else output
@@ -79,9 +79,9 @@ def open_run(
         with in_all_processes():
             # An earlier folder is locked first: another training could write a newer checkpoint than is opened.
             # A new one is made after the checks, so that a refused run leaves none.
-            is_new = not os.path.isdir(folder)
+            is_new = not os.path.isdir(output)
             if is_main and not is_new:
-                lock.enter_context(lock_output(folder))
+                lock.enter_context(lock_output(output))
             weights = open_start_weights(
                 cfg.MODEL.WEIGHTS, output if may_resume else ""
             )
@@ -97,7 +97,7 @@ def open_run(
             )
             weights.checkpoint()  # fetches remote weights, raises the error of opening it
             if is_main and is_new:
-                lock.enter_context(lock_output(folder))
+                lock.enter_context(lock_output(output))
 
             stale: list[Path] = []
             if is_main:

@@ -76,13 +76,22 @@ def test_only_the_last_checkpoints_stay(tmp_path, small_dataset):
     assert names == {"model_0000004.pth", "model_final.pth", copy}
 
 
-def test_an_evaluation_runs_beside_a_training(tmp_path, small_dataset):
+def test_an_evaluation_beside_a_training_needs_another_folder(tmp_path, small_dataset):
+    """Both write their predictions to the folder inference."""
     output = tmp_path / "run"
     main(arguments(output, **SHORT))
+    evaluation = arguments(output, "--eval-only", "--resume")
+    weights = output / "model_final.pth"
 
     with child(hold(output), tmp_path / "log") as other:
         assert other.wait_for("locked")
-        assert main(arguments(output, "--eval-only", "--resume"))
+        with pytest.raises(UserError, match=r"another run .* give another OUTPUT_DIR"):
+            main(evaluation)
+        assert main(
+            arguments(tmp_path / "other", "--eval-only", MODEL__WEIGHTS=weights)
+        )
+
+    assert main(evaluation)
 
 
 def test_a_checkpoint_to_continue_from_is_chosen_under_the_lock(
@@ -298,17 +307,6 @@ def test_finished_work_is_not_replaced_by_a_run_that_ignores_the_checks(
 
     after = {path: path.read_bytes() for path in before}
     assert after == before
-
-
-def test_one_evaluation_at_a_time(tmp_path, small_dataset):
-    main(arguments(tmp_path, **SHORT))
-
-    with child(hold(tmp_path / "inference"), tmp_path / "log") as other:
-        assert other.wait_for("locked")
-        with pytest.raises(UserError, match="inference'.: another run"):
-            main(arguments(tmp_path, "--eval-only", "--resume"))
-
-    assert main(arguments(tmp_path, "--eval-only", "--resume"))
 
 
 def output_errors(folder, resume):
