@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -235,7 +236,8 @@ def _model_and_metadata(content: FileContent, path: str) -> tuple[Any, dict[str,
     has_record = isinstance(value, Mapping) and isinstance(value.get("model"), Mapping)
     if content.format == "safetensors" and not has_record:
         raise WeightsFileError(
-            f"a safetensors file of another program. Fix: gw-detectron weights convert {path} NEW.pkl; give NEW.pkl."
+            f"a safetensors file of another program. Fix: gw-detectron weights convert {shlex.quote(path)} NEW.pkl; "
+            "give NEW.pkl."
         )
     if not isinstance(value, Mapping):
         return value, {}

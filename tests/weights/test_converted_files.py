@@ -112,10 +112,10 @@ def test_a_damaged_record_of_safetensors_is_an_error(safe, tmp_path, record, mes
 
 
 def test_safetensors_of_another_program_need_a_conversion(r18, tmp_path):
-    path = tmp_path / "a.safetensors"
+    path = tmp_path / "my weights.safetensors"
     safetensors.torch.save_file(dict(r18), path, {"format": "pt"})
 
-    with pytest.raises(WeightsFileError, match=f"weights convert {path}"):
+    with pytest.raises(WeightsFileError, match=f"weights convert '{path}' NEW.pkl"):
         open_checkpoint(path)
 
 

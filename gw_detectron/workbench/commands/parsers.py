@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shlex
 import sys
 from typing import Any
 
@@ -34,7 +35,7 @@ class RunParser(argparse.ArgumentParser):
 
         later = getattr(parsed, "opts", None)
         if run is None and later and os.path.exists(later[0]):
-            fix = f"put it first: {self.prog} {later[0]} ..."
+            fix = f"put it first: {self.prog} {shlex.quote(later[0])} ..."
             self.error(f"RUN ('{later[0]}'): given after flags. Fix: {fix}")
         return parsed, unknown
 

@@ -1,6 +1,7 @@
 """Check that the model can be built, that its norms can learn, and that the start weights fit it."""
 
 import re
+import shlex
 from collections.abc import Sequence
 
 from detectron2.config import CfgNode
@@ -203,9 +204,10 @@ def _check_resumed(
     ]
     differences += norm_differences(checkpoint, model, resumed=True)
     if differences:
+        config = shlex.quote(config_beside(checkpoint.path))
         report.errors.append(
             f"--resume ('{checkpoint.path}'): a checkpoint of another detector: {summarize_names(differences)} differ. "
-            f"Fix: continue with --config-file {config_beside(checkpoint.path)}. To start another run from these "
+            f"Fix: continue with --config-file {config}. To start another run from these "
             "weights, leave out --resume and set MODEL.WEIGHTS and another OUTPUT_DIR."
         )
 

@@ -231,7 +231,7 @@ def test_a_base_may_be_the_name_of_a_shipped_config(tmp_path, base):
     assert "MODEL.RESNETS.DEPTH" not in keys
 
 
-def test_flags_may_stand_between_words(monkeypatch):
+def test_flags_may_stand_between_words(tmp_path, monkeypatch, capsys):
     predict = get_parser("predict", monkeypatch)
     args = predict.parse_args(
         ["run", "--tiles", "9", "a", "--output", "x", "--opts", "A"]
@@ -244,8 +244,11 @@ def test_flags_may_stand_between_words(monkeypatch):
     assert report.parse_args(["a", "--output", "x", "b"]).runs == ["a", "b"]
 
     export = get_parser("export", monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my run").mkdir()
     with pytest.raises(SystemExit):
-        export.parse_args(["--format", "onnx", "tests", "--output", "x"])
+        export.parse_args(["--format", "onnx", "my run", "--output", "x"])
+    assert "put it first: gw-detectron export 'my run' ..." in capsys.readouterr().err
 
 
 @pytest.fixture
