@@ -151,7 +151,8 @@ def check_bits(image: Image.Image, percentiles: Sequence[float]) -> None:
         )
     if is_deep(image) and not percentiles:
         raise ValueError(
-            "more than 8 bits per channel. Fix: set INPUT.PERCENTILES 0.5,99.5, or save it with 8 bits"
+            "more than 8 bits per channel. Fix: set INPUT.PERCENTILES 0.5,99.5 (to predict, add the last words --opts "
+            "INPUT.PERCENTILES 0.5,99.5), or save it with 8 bits"
         )
 
 

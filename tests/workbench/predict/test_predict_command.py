@@ -3,13 +3,15 @@
 import csv
 import json
 import os
+import re
 import shutil
 from collections import Counter
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from gw_detectron.errors import UserError
+from gw_detectron.errors import DataError, UserError
 from gw_detectron.workbench.commands.predict import get_parser, main
 
 from ..report.fake_run import write_run
@@ -270,6 +272,18 @@ def test_a_preview_that_cannot_be_drawn_keeps_the_earlier_one(tmp_path, preview)
 def test_a_preview_takes_no_flags_of_predictions(preview, extra):
     with pytest.raises(UserError, match="--preview"):
         preview(None, *extra)
+
+
+def test_the_advice_on_an_image_of_16_bits_has_words_to_add(tmp_path, run_folder):
+    words = [run_folder, tmp_path / "deep.png", "--output", tmp_path / "out"]
+    pixels = np.arange(96 * 131, dtype=np.uint16).reshape(96, 131)
+    Image.fromarray(pixels).save(words[1])
+
+    with pytest.raises(DataError, match="more than 8 bits") as error:
+        predict(*words)
+
+    advised = re.search(r"--opts [^)]*", str(error.value))[0]
+    assert predict(*words, *advised.split())
 
 
 def test_a_broken_file_is_the_exit_status(tmp_path, run_folder, photos, capsys):
