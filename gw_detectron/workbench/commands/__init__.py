@@ -53,21 +53,24 @@ Group Whitening for Detectron2. Each command explains its flags with --help.
 def main() -> None:
     """Run ``gw-detectron COMMAND ...``."""
     name, *words = sys.argv[1:] or ["--help"]
-    if name in ("-h", "--help"):
-        print(_overview())
-    elif name == "--version":
-        print(f"gw-detectron {__version__}")
-    elif name in COMMANDS:
+    if name in COMMANDS:
         # argparse and messages name the command
         sys.argv = [
             f"gw-detectron {name}",
             *words,
         ]
         run(name)
-    else:
-        error = f"Error: command ({name!r}): unknown. Fix: give one of these."
-        print(f"{_overview()}\n\n{error}", file=sys.stderr)
-        raise SystemExit(2)
+        return
+
+    with errors_reported():
+        if name in ("-h", "--help"):
+            print(_overview())
+        elif name == "--version":
+            print(f"gw-detectron {__version__}")
+        else:
+            error = f"Error: command ({name!r}): unknown. Fix: give one of these."
+            print(f"{_overview()}\n\n{error}", file=sys.stderr)
+            raise SystemExit(2)
 
 
 def run(name: str) -> None:

@@ -107,6 +107,19 @@ def test_the_module_is_the_command_and_the_end_of_its_pipe_is_quiet():
     assert not done.stderr
 
 
+def test_help_on_a_full_disk_is_no_traceback():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "gw_detectron", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    assert done.stderr.startswith("<stdout>: No space left on device. ")
+    assert "Traceback" not in done.stderr
+
+
 def test_configs_are_listed_and_searched(gw):
     _, printed, _ = gw("list", "configs")
     names = [line for line in printed.splitlines() if line[0] != " "]
