@@ -88,10 +88,8 @@ def last_checkpoint(folder: str) -> str:
     tag = Path(folder, _TAG)
     if tag.exists():
         return str(Path(folder, tag.read_text(errors="replace").strip()))
-    if Path(
-        folder, FINAL_CHECKPOINT
-    ).is_file():  # weights alone, such as a user has copied
-        return ""
+    if Path(folder, FINAL_CHECKPOINT).is_file():
+        return ""  # weights alone, such as a user has copied
     return max(map(str, Path(folder).glob(PERIODIC_CHECKPOINTS)), default="")
 
 
