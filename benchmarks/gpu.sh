@@ -6,7 +6,7 @@ output=${1:?"OUTPUT: the folder for tables and logs"}
 device=${DEVICE:-cuda}
 slowness=1
 python=${PYTHON:-python3}
-export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH=.
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
 cd "$(dirname "$0")/.."
 mkdir -p "$output"
 failed=()
