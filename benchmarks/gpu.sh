@@ -50,7 +50,7 @@ measure network 60 model --models R-50 "${graphs[@]}" --variants GN GW-S1-B2 GW-
 measure network_bf16 60 model --models R-50 "${graphs[@]}" --variants GN GW-S1-B2 GW-ALL --dtype bf16 "${model[@]}"
 measure detector 60 model --models "${detectors[@]}" "${model[@]}"
 measure detector_bf16 60 model --models "${detectors[@]}" --dtype bf16 "${model[@]}"
-# last, as compilation takes long; a test of this repository runs it without a GPU
+# last, as compilation takes long; without a GPU, a slow test compiles a smaller network
 [[ $device == cpu ]] || measure compiled 120 model --models R-50-compiled --variants GW-ALL "${model[@]}"
 
 [[ ${#failed[@]} -eq 0 ]] || { echo "Failed: ${failed[*]}"; exit 1; }

@@ -133,10 +133,10 @@ def classifier(
             return F.cross_entropy(model(images)["linear"], labels)
 
     step = _training_step(forward, optimizer, precision, device)
-    if execution:  # whose memory is not the one that autograd saves
-        step = capture_step(step) if execution == "graph" else step
-        return Iteration(step, model)
-    return Iteration(step, model, forward)
+    if execution == "graph":
+        step = capture_step(step)
+    # a graph and a compiled model hold other memory than autograd saves
+    return Iteration(step, model, None if execution else forward)
 
 
 def detector(
