@@ -28,6 +28,10 @@ from gw_detectron.workbench.signals import TERMINATING
 from ...loggers import reset_loggers
 
 LIMIT = 120.0  # seconds after which a child that hangs is killed
+
+# The first backward pass of a process decides whether its forks can train: after an import of torch.compile's Dynamo it
+# starts threads for devices, which no fork has. This one comes before all tests, which may compile.
+torch.ones(1, requires_grad=True).backward()
 STEP, CHECKPOINT, EVALUATION, OTHER = "step", "checkpoint write", "evaluation", "other"
 # the argument reports a phase to the parent
 Work = Callable[[Callable[[str], None]], Any]

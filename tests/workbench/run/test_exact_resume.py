@@ -55,7 +55,10 @@ def run(output, *flags, kill_after=None, **overrides):
         main(arguments(output, *flags, **{**SCHEDULE, **overrides}))
 
     with child(work, output.with_suffix(".log")) as process:
-        return process.wait()
+        code = process.wait()
+        if code > 0:
+            print(process.output())  # pytest shows it if the test fails
+        return code
 
 
 def digest(tensor):
