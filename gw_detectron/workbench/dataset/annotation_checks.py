@@ -130,9 +130,9 @@ def _check_categories(
             )
         # terminals obey control characters; surrogates cannot be written
         kinds = set(map(unicodedata.category, name))
-        if kinds & {"Cc", "Cs"} or len(name) > _LONGEST_NAME:
+        if kinds & {"Cc", "Cs"} or len(name) > _LONGEST_NAME or not name.strip():
             raise DataError(
-                f"category {number}: name ('{printable(name[:80])}') has control characters, or more than "
+                f"category {number}: name ('{printable(name[:80])}') is blank, or has control characters, or more than "
                 f"{_LONGEST_NAME} characters. Fix: rename it."
             )
         names[number] = name

@@ -366,6 +366,7 @@ MALFORMED = [
     ("images", 0, {"height": math.nan}),
     ("categories", 0, {"name": "\ud800"}),
     ("categories", 0, {"name": "\x1b[31mcat"}),
+    ("categories", 0, {"name": " "}),
     ("categories", 0, {"name": "cat" * 100}),
     ("annotations", 0, {"bbox": "0011"}),
     ("annotations", 0, {"segmentation": [[1, "2", 3, 4, 5, 6]]}),
