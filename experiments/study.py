@@ -119,20 +119,21 @@ def train(
 
     Args:
         config: a yaml.
-        data: the COCO files of training and evaluation, and the folder of the images of both.
+        data: the COCO files of training and evaluation, and the folder of the images of both, or "TRAIN,VAL".
         iterations: the length, to which the schedule of the config is fitted.
         keys: other config keys, such as SEED and OUTPUT_DIR.
     """
     train_json, val_json, images = data
+    train_images, _, val_images = images.partition(",")
     opts = {"MODEL.DEVICE": "cpu", **keys}
     flags = Namespace(
         config_file=config,
         num_gpus=0,
         opts=[value for pair in opts.items() for value in pair],
         train_json=train_json,
-        train_images=images,
+        train_images=train_images,
         val_json=val_json,
-        val_images=images,
+        val_images=val_images or train_images,
     )
     cfg = prepare(RunRequest.from_flags(flags)).cfg
     cfg = changed_config(cfg, schedule_keys(cfg, iterations, evaluations=1))

@@ -24,9 +24,13 @@ from ..study import ResultsFile, train
 
 KEYS = ("data", "arm", "seed")
 VALUES = ("AP", "seconds")
-ITERATIONS = 400
-RATE = 0.04
 SMALL = 0.21
+#: iterations and learning rate by the name of the config
+SCHEDULES = {
+    "bccd": (400, 0.04),
+    "nuclei": (400, 0.04),
+    "faster_rcnn_R_18_FPN_small_batch": (2000, 0.01),
+}
 
 
 @dataclass(frozen=True)
@@ -130,16 +134,18 @@ def train_arm(
     config: str, data: tuple[str, str, str], arm: Arm, seed: int, folder: Path
 ) -> float:
     """Train an arm with a seed, and return its AP."""
-    is_slow = "nuclei" in config and arm.norm == "BN"
+    name = Path(config).stem
+    iterations, rate = SCHEDULES[name]
+    is_slow = name == "nuclei" and arm.norm == "BN"
     keys = {
         "MODEL.RESNETS.NORM": arm.norm,
         "MODEL.RESNETS.CONV": arm.conv,
-        "SOLVER.BASE_LR": RATE / 2 if is_slow else RATE,
+        "SOLVER.BASE_LR": rate / 2 if is_slow else rate,
         "SEED": seed,
         "OUTPUT_DIR": str(folder),
     }
     trainer_class = type("ArmTrainer", (ScaleTrainer,), {"arm": arm})
-    return train(config, data, ITERATIONS, keys, trainer_class)
+    return train(config, data, iterations, keys, trainer_class)
 
 
 def main(
