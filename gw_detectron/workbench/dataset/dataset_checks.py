@@ -34,7 +34,7 @@ from .fingerprint import Fingerprint
 from .record_checks import check_records
 from .registration import open_dataset
 from .shape_checks import DatasetNeeds
-from .source import CocoSource
+from .source import CocoSource, own_source
 
 #: values of a dataset's metadata ``evaluator_type`` that are evaluated by the COCO rules
 _COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
@@ -136,7 +136,9 @@ class _DatasetChecks:
             elif metadata.get("evaluator_type") in (None, "coco"):
                 self._check_records(name, needs, found)
         except FileNotFoundError:
-            found.errors.append(f"file not found. {_place(metadata.get('made_by'))}")
+            found.errors.append(
+                f"file not found. {_place(name, metadata.get('made_by'))}"
+            )
         # ValueError: of a handler of addresses
         except (DataError, OSError, ValueError) as error:
             text = str(error).removeprefix(f"'{file}': ")
@@ -174,7 +176,7 @@ class _DatasetChecks:
             return
         if not os.path.isdir(root):
             report.errors.append(
-                f"the folder of images '{root}' does not exist. {_place()}"
+                f"the folder of images '{root}' does not exist. {_place(name)}"
             )
             return
 
@@ -266,9 +268,15 @@ def _plain(path: str) -> str:
     return unicodedata.normalize("NFKC", stem).casefold()
 
 
-def _place(made_by: str | None = None) -> str:
+def _place(name: str, made_by: str | None = None) -> str:
+    """Say where the missing files of a dataset go."""
     if made_by:
         return f"Fix: run `{made_by}` in a clone of the repository."
+    if own_source(name) is not None:  # its paths are absolute
+        return (
+            "Fix: put it there, or tell where it is by the flags of the data (--val-json and --val-images, or "
+            "--datasets)."
+        )
     folder = os.environ.get("DETECTRON2_DATASETS", "datasets")
     return f"Fix: put it there, or set DETECTRON2_DATASETS to the folder of the datasets (now '{folder}')."
 
