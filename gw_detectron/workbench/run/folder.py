@@ -58,7 +58,8 @@ def lock_output(folder: str, *, wait: bool = False) -> IO[str]:
         file = open(os.path.join(folder, _LOCK), "a+")  # noqa: SIM115, open until the lock is released
     except OSError as error:
         raise FileAccessError(
-            f"OUTPUT_DIR ('{folder}'): cannot be written: {error}."
+            f"OUTPUT_DIR ('{folder}'): cannot be written: {error}. Fix: give another OUTPUT_DIR, as the last words; a "
+            "RUN to evaluate may be read-only."
         ) from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

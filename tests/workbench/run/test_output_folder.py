@@ -444,7 +444,9 @@ def test_a_finished_run_is_replaced_only_on_request(
 def test_an_output_folder_that_is_a_file_is_named(tmp_path, small_dataset):
     path = tmp_path / "file"
     path.touch()
-    with pytest.raises(UserError, match=rf"OUTPUT_DIR \('{path}'\)"):
+    with pytest.raises(
+        UserError, match=rf"OUTPUT_DIR \('{path}'\): .* give another OUTPUT_DIR"
+    ):
         main(arguments(path))
 
 
