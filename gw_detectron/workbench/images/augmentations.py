@@ -9,9 +9,13 @@ import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
-from detectron2.data.detection_utils import filter_empty_instances
+from detectron2.data.detection_utils import (
+    convert_PIL_to_numpy,
+    filter_empty_instances,
+)
 from detectron2.data.transforms import Augmentation, AugmentationList
 from fvcore.transforms.transform import Transform
+from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
@@ -34,6 +38,7 @@ def training_mapper(cfg: CfgNode) -> DatasetMapper:
 
     Those of colors come last, on the resized image, which usually has fewer pixels.
     """
+    _check_input(cfg)
     ours = build_augmentations(cfg)
     moves_boxes = any(augmentation.moves for augmentation in ours)
     crops_masks = cfg.INPUT.CROP.ENABLED and cfg.MODEL.MASK_ON
@@ -46,6 +51,42 @@ def training_mapper(cfg: CfgNode) -> DatasetMapper:
     others = [augmentation for augmentation in ours if not augmentation.recolors]
     mapper.augmentations = AugmentationList([*others, *theirs, *colors])
     return mapper
+
+
+def _check_input(cfg: CfgNode) -> None:
+    """Refuse values of ``INPUT`` that Detectron2 meets without a word of the key, some only with the first image."""
+    keys = cfg.INPUT
+    choices = {
+        "RANDOM_FLIP": ("horizontal", "vertical", "none"),
+        "MIN_SIZE_TRAIN_SAMPLING": ("choice", "range"),
+        "MASK_FORMAT": ("polygon", "bitmask"),
+    }
+    for name, known in choices.items():
+        if keys[name] not in known:
+            raise ConfigError(
+                f"INPUT.{name} ({keys[name]!r}): unknown. Fix: give one of {', '.join(known)}."
+            )
+
+    sizes = keys.MIN_SIZE_TRAIN
+    is_range = keys.MIN_SIZE_TRAIN_SAMPLING == "range" and not isinstance(sizes, int)
+    if is_range and len(sizes) != 2:
+        raise ConfigError(
+            f"INPUT.MIN_SIZE_TRAIN ({tuple(sizes)}): INPUT.MIN_SIZE_TRAIN_SAMPLING range needs two sizes. Fix: give "
+            "the lowest and the highest, or set the sampling to choice."
+        )
+    try:
+        convert_PIL_to_numpy(Image.new("RGB", (1, 1)), keys.FORMAT)
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"INPUT.FORMAT ({keys.FORMAT!r}): unknown. Fix: give RGB, BGR or L."
+        ) from None
+
+    is_share = keys.CROP.TYPE.startswith("relative")
+    if keys.CROP.ENABLED and is_share and max(keys.CROP.SIZE) > 1:
+        raise ConfigError(
+            f"INPUT.CROP.SIZE ({list(keys.CROP.SIZE)}): INPUT.CROP.TYPE {keys.CROP.TYPE} takes shares of height and "
+            "width, up to 1.0. Fix: for pixels, set the type to absolute."
+        )
 
 
 class _TightBoxes(DatasetMapper):

@@ -109,6 +109,49 @@ def test_gray_images_keep_one_channel():
     assert augmentation.get_transform(image).apply_image(None).shape == (20, 30, 1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"RANDOM_FLIP": "both"}, "RANDOM_FLIP .*horizontal, vertical, none"),
+        (
+            {"MIN_SIZE_TRAIN_SAMPLING": "random"},
+            "MIN_SIZE_TRAIN_SAMPLING .*choice, range",
+        ),
+        (
+            {"MIN_SIZE_TRAIN_SAMPLING": "range", "MIN_SIZE_TRAIN": (64, 80, 96)},
+            r"MIN_SIZE_TRAIN \(\(64, 80, 96\)\): .*two sizes",
+        ),
+        ({"MASK_FORMAT": "rle"}, "MASK_FORMAT .*polygon, bitmask"),
+        ({"FORMAT": "rgb"}, "FORMAT .*RGB, BGR or L"),
+        (
+            {"CROP.ENABLED": True, "CROP.SIZE": [640, 640]},
+            r"CROP.SIZE \(\[640, 640\]\): .*relative_range.* absolute",
+        ),
+    ],
+)
+def test_values_that_detectron2_refuses_without_the_key_are_named(changes, words):
+    """Some of them fail only with the first image, which was blamed."""
+    keys = {f"INPUT.{name}": value for name, value in changes.items()}
+    with pytest.raises(ConfigError, match=rf"^INPUT\.{words}"):
+        training_mapper(config(**keys))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"MIN_SIZE_TRAIN_SAMPLING": "range", "MIN_SIZE_TRAIN": (64, 96)},
+        {"MIN_SIZE_TRAIN": 64},  # as Python code may set it
+        {"RANDOM_FLIP": "vertical", "FORMAT": "L"},
+        {"CROP.ENABLED": True, "CROP.SIZE": [640, 640], "CROP.TYPE": "absolute"},
+        {"CROP.ENABLED": True, "CROP.SIZE": [0.9, 1.0]},
+        {"CROP.SIZE": [640, 640]},  # not enabled
+    ],
+)
+def test_other_values_of_the_input_are_taken(changes):
+    keys = {f"INPUT.{name}": value for name, value in changes.items()}
+    assert training_mapper(config(**keys)).is_train
+
+
 @pytest.mark.parametrize("mask_format", ["polygon", "bitmask"])
 def test_training_examples_are_crops_with_boxes_inside(small_dataset, mask_format):
     changes = {
