@@ -67,8 +67,14 @@ def check_run(
             build_augmentations(cfg)
         except ConfigError as error:
             report.errors.append(str(error))
-        # as the trainer does
-        cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())
+        reference, batch = cfg.SOLVER.REFERENCE_WORLD_SIZE, cfg.SOLVER.IMS_PER_BATCH
+        if reference and batch % reference:
+            report.errors.append(
+                f"SOLVER.REFERENCE_WORLD_SIZE ({reference}): SOLVER.IMS_PER_BATCH ({batch}) is not a multiple of it. "
+                "Fix: set it to 0, for the batch and the schedule as they are, or correct one of the two."
+            )
+        else:  # as the trainer does
+            cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())
     model = check_model(cfg, start, report, eval_only=eval_only)
     _check_evaluation(cfg, model, report)
 
@@ -113,7 +119,8 @@ def _check_schedule(cfg: CfgNode, report: CheckReport) -> None:
         report.errors.append(
             f"SOLVER.BASE_LR ({solver.BASE_LR}): nothing would be learned. Fix: give e.g. 0.02."
         )
-    for key, least in {"CHECKPOINT_PERIOD": 1, "ACCUMULATE": 1, "KEEP": 0}.items():
+    lowest = {"MAX_ITER": 1, "CHECKPOINT_PERIOD": 1, "ACCUMULATE": 1, "KEEP": 0}
+    for key, least in lowest.items():
         if solver[key] < least:
             report.errors.append(
                 f"SOLVER.{key} ({solver[key]}): not {least} or more. Fix: set it, or leave it out."

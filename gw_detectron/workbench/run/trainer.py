@@ -44,7 +44,7 @@ from fvcore.nn.precise_bn import get_bn_modules
 
 from ...atomic import AtomicPathManager
 from ...config import changed_config
-from ...errors import ConfigError, NonFiniteError, summarize_names
+from ...errors import ConfigError, NonFiniteError, first_line, summarize_names
 from ...norms.listing import norm_summary
 from ...weights import (
     RUN_RECORD_KEY,
@@ -253,7 +253,12 @@ class Trainer(DefaultTrainer):
         # fvcore refuses a step at the end
         steps = [step for step in cfg.SOLVER.STEPS if step < cfg.SOLVER.MAX_ITER]
         cfg = changed_config(cfg, {"SOLVER.STEPS": tuple(steps)})
-        return super().build_lr_scheduler(cfg, optimizer)
+        try:
+            return super().build_lr_scheduler(cfg, optimizer)
+        except ValueError as error:  # which names no key
+            raise ConfigError(
+                f"SOLVER: {first_line(error)}. Fix: correct LR_SCHEDULER_NAME, WARMUP_METHOD or STEPS."
+            ) from error
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:

@@ -36,7 +36,15 @@ def build_training_data(cfg: CfgNode, mapper: Mapper) -> Any:
     Args:
         mapper: makes an example of a record, or returns None to try another one.
     """
-    options = _train_loader_from_config(cfg, mapper=mapper)
+    try:
+        options = _train_loader_from_config(cfg, mapper=mapper)
+    except ValueError as error:
+        if "training sampler" not in str(error):  # of a dataset
+            raise
+        raise ConfigError(
+            f"DATALOADER.SAMPLER_TRAIN ({cfg.DATALOADER.SAMPLER_TRAIN!r}): unknown. Fix: give TrainingSampler, "
+            "RepeatFactorTrainingSampler or RandomSubsetTrainingSampler."
+        ) from error
     records = options["dataset"]
     if not isinstance(records, list):
         return build_detection_train_loader(**options)

@@ -72,6 +72,10 @@ def test_all_errors_are_raised_together(check):
         ({"SOLVER__BASE_LR": float("nan")}, ["SOLVER.BASE_LR (nan)"]),
         ({"SOLVER__CHECKPOINT_PERIOD": 0}, ["SOLVER.CHECKPOINT_PERIOD (0)"]),
         ({"SOLVER__ACCUMULATE": 0}, ["SOLVER.ACCUMULATE (0)"]),
+        (
+            {"SOLVER__REFERENCE_WORLD_SIZE": 8},
+            ["SOLVER.REFERENCE_WORLD_SIZE (8)", "SOLVER.IMS_PER_BATCH (2)"],
+        ),
         # one image per batch, scaled as the trainer does
         (
             {"SOLVER__REFERENCE_WORLD_SIZE": 2},
@@ -89,6 +93,12 @@ def test_all_errors_are_raised_together(check):
 def test_a_config_that_cannot_learn(check, changes, words):
     error = only_error(check(**changes))
     assert all(word in error for word in words), error
+
+
+def test_a_run_without_iterations(check):
+    """Detectron2 builds no schedule of its length."""
+    (error, *_) = check(SOLVER__MAX_ITER=0).errors
+    assert error.startswith("SOLVER.MAX_ITER (0)")
 
 
 def test_a_config_that_learns_badly(check):

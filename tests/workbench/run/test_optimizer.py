@@ -6,6 +6,7 @@ from detectron2.config import get_cfg
 from detectron2.solver import build_optimizer
 from torch import nn
 
+from gw_detectron.errors import ConfigError
 from gw_detectron.layers import BatchRenorm2d, BatchWhitening2d, GroupWhitening2d
 from gw_detectron.workbench.run import Trainer
 
@@ -95,3 +96,20 @@ def test_a_step_at_the_end_is_left_out():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     scheduler = Trainer.build_lr_scheduler(cfg, optimizer)
     assert scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("LR_SCHEDULER_NAME", "Cosine"),
+        ("WARMUP_METHOD", "none"),
+        ("STEPS", (20, 10)),
+    ],
+)
+def test_a_schedule_that_detectron2_refuses_is_told_by_its_keys(key, value):
+    cfg = get_cfg()
+    cfg.SOLVER.MAX_ITER, cfg.SOLVER.WARMUP_ITERS = 30, 5
+    cfg.SOLVER[key] = value
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    with pytest.raises(ConfigError, match=f"^SOLVER: .*Fix: .*{key}"):
+        Trainer.build_lr_scheduler(cfg, optimizer)

@@ -91,6 +91,12 @@ def test_the_order_is_detectron2s(cfg, grouping, sampler):
             assert wide.issuperset(images) or wide.isdisjoint(images)
 
 
+def test_an_unknown_sampler_is_named_with_its_key(cfg):
+    cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactor"
+    with pytest.raises(ConfigError, match=r"SAMPLER_TRAIN \('RepeatFactor'\): unknown"):
+        build_training_data(cfg, dict)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_restored_position_yields_the_same_examples_for_any_number_of_workers(
     cfg, workers
