@@ -32,7 +32,8 @@ def check_fit(
     trained = {} if eval_only else _of_names(with_objects, cfg.DATASETS.TRAIN)
 
     key = "TEST.DETECTIONS_PER_IMAGE"
-    _check_limit(cfg, tested, key, "cannot be found", report)
+    if get_value(cfg, key) >= 0:  # -1: no limit
+        _check_limit(cfg, tested, key, "cannot be found", report)
     if "MODEL.ROI_HEADS.NUM_CLASSES" in counts:
         key = "MODEL.RPN.POST_NMS_TOPK"
         _check_limit(cfg, tested, f"{key}_TEST", "cannot be found", report)

@@ -62,7 +62,8 @@ class Predictor:
 
         instances = output["instances"].to("cpu")
         instances = instances[instances.scores > self.score_threshold]
-        self.is_full = len(instances) >= self.cfg.TEST.DETECTIONS_PER_IMAGE
+        limit = self.cfg.TEST.DETECTIONS_PER_IMAGE
+        self.is_full = 0 <= limit <= len(instances)  # -1: none
         return instances
 
     def input(self, image: np.ndarray, scale: float | None = None) -> dict[str, Any]:

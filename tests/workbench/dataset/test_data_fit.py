@@ -93,6 +93,11 @@ def test_limits_of_the_evaluation(per_image, changes, words, eval_only):
     assert warnings(SOUND, dense, eval_only, **fixed) == []
 
 
+def test_minus_one_is_no_limit_of_detections():
+    dense = cells([150, 20], 60)
+    assert warnings(SOUND, dense, TEST__DETECTIONS_PER_IMAGE=-1) == []
+
+
 def test_limits_of_the_training():
     dense = cells([150], 60)
     mostly_sparse = cells([150, *[10] * 9], 60)

@@ -6,7 +6,9 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from detectron2.data import Metadata
 from detectron2.engine import DefaultPredictor
+from detectron2.structures import Instances
 
 from gw_detectron.config import default_config, read_config
 from gw_detectron.errors import ConfigError, MissingFileError, UserError
@@ -170,3 +172,16 @@ def test_gray_pixels_are_taken_without_a_warning(photo, recwarn):
 
     assert pixels.shape == (1, *photo.shape[:2])
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(("limit", "is_full"), [(-1, False), (2, True), (3, False)])
+def test_an_image_is_full_at_the_limit_of_detections(photo, limit, is_full):
+    """-1 is no limit."""
+    cfg = default_config()
+    cfg.TEST.DETECTIONS_PER_IMAGE = limit
+    found = Instances(photo.shape[:2], scores=torch.ones(2))
+    predictor = Predictor(lambda inputs: [{"instances": found}], cfg, Metadata(), 0.5)
+
+    predictor(photo)
+
+    assert predictor.is_full == is_full
