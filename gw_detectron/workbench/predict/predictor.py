@@ -20,6 +20,7 @@ from ...modeling.build import object_count_keys
 from ...weights import load_model, open_detector, trained_classes
 from ..dataset.metadata import class_metadata
 from ..images import evaluation_input
+from ..run.checks import device_problem
 from ..run.mixing import mix_in_backbone
 
 log = logging.getLogger(__name__)
@@ -118,6 +119,11 @@ def open_predictor(
     cfg.MODEL.RETINANET.SCORE_THRESH_TEST = score_threshold
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    reason = device_problem(device)
+    if reason:
+        raise ConfigError(
+            f"--device ('{device}'): torch cannot use it: {reason}. Fix: give cpu, or leave it out."
+        )
     detector = load_model(cfg, checkpoint=checkpoint, device=device)
     if mix:
         mix_in_backbone(detector, cfg, mix, weights=cfg.MODEL.WEIGHTS)

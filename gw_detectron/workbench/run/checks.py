@@ -98,11 +98,18 @@ def check_run(
     return report
 
 
-def _check_device(device: str, report: CheckReport) -> None:
+def device_problem(device: str) -> str:
+    """Say why torch cannot use a device, or ""."""
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = first_line(error).partition(". ")[0]
+        return first_line(error).partition(". ")[0]
+    return ""
+
+
+def _check_device(device: str, report: CheckReport) -> None:
+    reason = device_problem(device)
+    if reason:
         report.errors.append(
             f"MODEL.DEVICE ('{device}'): torch cannot use it: {reason}. Fix: set it to cpu, or give --num-gpus 0."
         )

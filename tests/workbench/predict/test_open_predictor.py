@@ -139,6 +139,7 @@ def test_weights_that_record_only_their_network(run_folder, tmp_path):
             {"opts": ["INPUT.FORMAT", "BGR"]},
             "these weights expect different preprocessing .*Fix: set INPUT.FORMAT RGB",
         ),
+        ({"device": "gpu"}, r"--device \('gpu'\): .*Fix: give cpu"),
         ({"score_threshold": 1.1}, r"score_threshold \(1.1\)"),
         ({"score_threshold": float("nan")}, r"score_threshold \(nan\)"),
         (
