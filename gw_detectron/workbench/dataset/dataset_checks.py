@@ -424,6 +424,13 @@ def _check_class_counts(
 
 def wrong_evaluator(cfg: CfgNode, name: str) -> str:
     """Describe why a model's predictions cannot be evaluated on a dataset, or return ""."""
+    proposals, heads = cfg.MODEL.PROPOSAL_GENERATOR.NAME, cfg.MODEL.ROI_HEADS.NAME
+    if proposals == "RRPN" or heads == "RROIHeads":
+        return (
+            f"MODEL.PROPOSAL_GENERATOR.NAME ({proposals!r}), MODEL.ROI_HEADS.NAME ({heads!r}): predict rotated boxes, "
+            "which the evaluation would take for upright ones. Fix: set RPN and StandardROIHeads, or write a trainer "
+            "with your own mapper and Detectron2's RotatedCOCOEvaluator in build_evaluator."
+        )
     kind = MetadataCatalog.get(name).get("evaluator_type")
     allowed = _EVALUATORS.get(cfg.MODEL.META_ARCHITECTURE, _COCO_EVALUATORS)
     if kind in allowed:

@@ -201,6 +201,25 @@ def test_a_dataset_that_is_not_evaluated_by_the_coco_rules(check, coco):
     assert "'lvis'" in error
 
 
+def test_rotated_boxes_are_not_evaluated_as_upright_ones(check, coco):
+    """Detectron2's COCOEvaluator knows upright boxes only; a training would end in it."""
+    coco()
+    rotated = {
+        "MODEL__MASK_ON": False,
+        "MODEL__ANCHOR_GENERATOR__NAME": "RotatedAnchorGenerator",
+        "MODEL__PROPOSAL_GENERATOR__NAME": "RRPN",
+        "MODEL__RPN__BBOX_REG_WEIGHTS": (1.0,) * 5,
+        "MODEL__ROI_HEADS__NAME": "RROIHeads",
+        "MODEL__ROI_BOX_HEAD__BBOX_REG_WEIGHTS": (10.0, 10.0, 5.0, 5.0, 1.0),
+        "MODEL__ROI_BOX_HEAD__POOLER_TYPE": "ROIAlignRotated",
+    }
+
+    error = only_error(check(**rotated))
+
+    assert "'RRPN'" in error
+    assert "RotatedCOCOEvaluator" in error
+
+
 def test_a_missing_folder(check, coco, tmp_path, monkeypatch):
     coco()
     monkeypatch.setenv("DETECTRON2_DATASETS", "/where/data/is")
