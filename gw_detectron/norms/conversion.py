@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -111,12 +112,12 @@ def convert_norms(model: nn.Module, plan: Plan) -> ConversionReport:
 
 
 def _check_model(model: nn.Module) -> None:
-    if is_norm(model):
-        raise NormError(
-            "convert_norms: the model is a norm layer itself. Fix: build the other norm."
-        )
-
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise NormError(
+                f"convert_norms, {name or 'the model'}: is scripted or traced, which fixes its layers. Fix: convert "
+                "the model that it was made of, then use torch.jit.trace or torch.export."
+            )
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(map(is_lazy, own)):
             raise NormError(
@@ -129,6 +130,11 @@ def _check_model(model: nn.Module) -> None:
                 f"convert_norms, {name or 'the model'} ({type(module).__name__}): shares its parameters with other "
                 "processes. Fix: convert the model first."
             )
+
+    if is_norm(model):
+        raise NormError(
+            "convert_norms: the model is a norm layer itself. Fix: build the other norm."
+        )
 
 
 def _specs(

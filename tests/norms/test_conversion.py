@@ -450,6 +450,14 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
         ),
         (lambda: nn.BatchNorm2d(8), {"*": "GW"}, "the model is a norm layer itself"),
         (lambda: nn.DataParallel(small()), {"*": "GW"}, "shares its parameters"),
+        *(
+            (make, {"*": "GW"}, f"convert_norms, {name}: is scripted or traced")
+            for make, name in (
+                (lambda: torch.jit.script(small()), "the model"),
+                (lambda: torch.jit.trace(small(), IMAGE), "the model"),
+                (lambda: nn.Sequential(torch.jit.script(small())), "0"),
+            )
+        ),
         (
             small,
             "GW",
