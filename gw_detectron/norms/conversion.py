@@ -143,6 +143,11 @@ def _specs(
     """Return the norm name of each layer that the plan names."""
     if isinstance(plan, str):
         plan = {plan: "GW"}
+    if not isinstance(plan, Mapping):
+        raise NormError(
+            f"convert_norms, plan ({plan!r}): neither positions nor a dict. Fix: give e.g. {{'*': 'GW'}}, which gives "
+            "all layers GW."
+        )
 
     specs: dict[str, Norm | None] = {}
     for key, spec in plan.items():
@@ -168,6 +173,10 @@ def _fitting(
     """Return the names of the layers that a key of a plan fits."""
     if isinstance(key, type):
         return [name for name, layer in layers.items() if isinstance(layer, key)]
+    if not isinstance(key, str):
+        raise NormError(
+            f"convert_norms, plan ({key!r}): neither a string nor a layer class. Fix: give each its own key."
+        )
     if key in POSITIONS:
         return norms_at(key, layers, where="convert_norms")
 

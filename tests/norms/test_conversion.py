@@ -463,6 +463,16 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
             "GW",
             r"plan \('GW'\): fits none of 2 norm layers. Fix: .*{'\*': 'GW'}",
         ),
+        (small, GroupWhitening2d, "neither positions nor a dict. Fix: .*{'[*]': 'GW'}"),
+        (small, ["*"], r"plan \(\['\*'\]\): neither positions nor a dict"),
+        (
+            small,
+            {(nn.BatchNorm2d, nn.GroupNorm): "GW"},
+            "neither a string nor a layer class. Fix: give each its own key",
+        ),
+            {"*": "GW"},
+            "0 .*is pruned. Fix: .*torch.nn.utils.prune.remove",
+        ),
         (
             small,
             {"*": functools.partial(nn.BatchNorm2d, groups=3)},
