@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils import prune
 
 from ..errors import NormError
 from ..layers import BatchRenorm2d, BatchWhitening2d, GroupWhitening2d
@@ -90,6 +91,11 @@ def _activation(old: nn.Module, where: str) -> nn.Module | None:
     if isinstance(activation, nn.Module):
         return activation
 
+    if prune.is_pruned(old):
+        raise NormError(
+            f"{where}: is pruned. Fix: keep it, by None in the plan, or end the pruning first, by "
+            "torch.nn.utils.prune.remove."
+        )
     others = set(dict(old.named_parameters(recurse=False))) - {*_AFFINE}
     if others:
         raise NormError(

@@ -15,6 +15,7 @@ import torchvision
 from detectron2.layers import CycleBatchNormList, FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from torch import nn
+from torch.nn.utils import prune
 
 from gw_detectron import convert_norms
 from gw_detectron.config import changed_config, read_config
@@ -470,6 +471,10 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
             {(nn.BatchNorm2d, nn.GroupNorm): "GW"},
             "neither a string nor a layer class. Fix: give each its own key",
         ),
+        (
+            lambda: nn.Sequential(
+                prune.l1_unstructured(nn.BatchNorm2d(8), "weight", 2)
+            ),
             {"*": "GW"},
             "0 .*is pruned. Fix: .*torch.nn.utils.prune.remove",
         ),
