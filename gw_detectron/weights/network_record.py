@@ -159,8 +159,14 @@ def _read_texts(values: Any) -> dict[str, str]:
     return values
 
 
+def _read_norms(values: Any) -> dict[str, str]:
+    """Read norms by layer, without what torch.compile adds to names; names of tensors are read alike."""
+    norms = _read_texts(values)
+    return {name.replace("_orig_mod.", ""): spec for name, spec in norms.items()}
+
+
 _READERS: dict[str, Callable[[Any], Any]] = {
-    NORMS_KEY: _read_texts,
+    NORMS_KEY: _read_norms,
     PREPROCESSING_KEY: _read_preprocessing,
     PROVENANCE_KEY: lambda values: Provenance(**_read_texts(values)),
 }

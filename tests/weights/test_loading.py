@@ -524,6 +524,22 @@ def test_a_record_is_found_under_the_names_of_a_parallel_model(
     assert "records no norms" not in caplog.text
 
 
+@pytest.mark.parametrize("compiled", ["model", "backbone"])
+def test_the_norms_of_a_compiled_model_are_compared(tmp_path, compiled):
+    """torch.compile(module) adds to the names of tensors and of norms."""
+    model = detector(whiten_norm="GW")
+    if compiled == "model":
+        model = torch.compile(model)
+    else:
+        model["backbone"] = torch.compile(model["backbone"])
+    DetectionCheckpointer(model, str(tmp_path), norms=NormRecorder(model)).save("model")
+    path = f"{tmp_path}/model.pth"
+
+    with pytest.raises(WeightsError, match="9 layers differ .*conv1.norm GW.*, GN"):
+        GWDetectionCheckpointer(detector(whiten_norm="GN:groups=64")).load(path)
+    GWDetectionCheckpointer(detector(whiten_norm="GW")).load(path)
+
+
 @pytest.mark.parametrize("norms", [{}, {"other.stem.conv1.norm": "GN"}])
 def test_a_record_of_other_layers_is_no_proof(tmp_path, caplog, norms):
     model = detector(whiten_norm="GW")
