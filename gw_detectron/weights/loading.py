@@ -152,8 +152,8 @@ def load_checkpoint(
 
     Raises:
         WeightsError: a backbone tensor is missing, or norms differ; also with ``allow_partial``, a
-            tensor is not finite, has a negative variance or no floating-point numbers. Nothing is
-            loaded.
+            tensor is not finite, has a negative variance or no floating-point numbers, or the model
+            has the names of ``torch.compile(module)``. Nothing is loaded.
         WeightsFileError: the checkpoint has no tensors.
     """
     checkpointer = (
@@ -168,6 +168,12 @@ def load_checkpoint(
     if not checkpoint.tensors:  # of which Detectron2 could match no name
         raise WeightsFileError(
             f"MODEL.WEIGHTS ('{checkpoint.address}'): the file has no tensors. {SAVE_AGAIN}"
+        )
+    renamed = [name for name in model.state_dict() if "_orig_mod." in name]
+    if renamed:
+        raise WeightsError(
+            f"the model: torch.compile has renamed its tensors ({summarize_names(renamed, 2)}). Fix: load weights "
+            "before torch.compile(module), or compile by module.compile(), which keeps the names."
         )
     differences = norm_differences(checkpoint, model)
     if differences:

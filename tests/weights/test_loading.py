@@ -540,6 +540,21 @@ def test_the_norms_of_a_compiled_model_are_compared(tmp_path, compiled):
     GWDetectionCheckpointer(detector(whiten_norm="GW")).load(path)
 
 
+def test_a_compiled_model_is_refused_unless_it_keeps_its_names(tmp_path):
+    GWDetectionCheckpointer(detector(), str(tmp_path)).save("model")
+    path = f"{tmp_path}/model.pth"
+
+    parted = detector()
+    parted["backbone"] = torch.compile(parted["backbone"])
+    for model in (torch.compile(detector()), parted):
+        with pytest.raises(WeightsError, match=r"renamed .*Fix: .*module.compile\(\)"):
+            GWDetectionCheckpointer(model).load(path)
+
+    in_place = detector()
+    in_place.compile()
+    GWDetectionCheckpointer(in_place).load(path)
+
+
 @pytest.mark.parametrize("norms", [{}, {"other.stem.conv1.norm": "GN"}])
 def test_a_record_of_other_layers_is_no_proof(tmp_path, caplog, norms):
     model = detector(whiten_norm="GW")
