@@ -45,7 +45,8 @@ def measure_statistics(model: nn.Module) -> Iterator[None]:
             called in this context, which should be without gradients.
 
     A layer that trains by the statistics of its batch is a ValueError, and so is one that mixes in an
-    image's, whose function would change. So is a context in which no layer is called.
+    image's, whose function would change. So is a context in which no layer is called, or one whose input is not
+    finite.
     """
     layers = {name: layer for name, layer in model.named_modules() if _is_bn(layer)}
     for name, layer in layers.items():
@@ -67,6 +68,12 @@ def measure_statistics(model: nn.Module) -> Iterator[None]:
             hook.remove()
     if layers and not sums:
         raise ValueError(_NOT_CALLED.format("BN"))
+    for name, layer in layers.items():
+        if layer in sums and not _is_finite(sums[layer]):
+            raise ValueError(
+                f"{name}: its input has NaN or infinite values, so nothing is changed. Fix: leave out the images that "
+                "give them."
+            )
     for layer, measured in sums.items():
         _set_statistics(layer, measured)
 
@@ -135,6 +142,10 @@ def _adding_to(sums: dict[nn.Module, Moments]) -> Callable[..., None]:
             add_moments(sums, layer, Moments.of(rows, full=False))
 
     return add
+
+
+def _is_finite(moments: Moments) -> bool:
+    return bool(torch.stack((moments.mean, moments.scatter)).isfinite().all())
 
 
 @torch.no_grad()

@@ -92,6 +92,25 @@ def test_an_error_of_the_network_changes_nothing():
         assert torch.equal(value, before[name])
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_image_that_is_not_finite_changes_nothing(value):
+    model = network()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    broken = images(2)
+    broken[0, 0, 0, 0] = value
+
+    with (
+        pytest.raises(ValueError, match="1: its input has NaN .* Fix: leave out"),
+        torch.no_grad(),
+        measure_statistics(model),
+    ):
+        model(images(1))
+        model(broken)
+
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
 def test_whitening_in_the_place_of_bn_gets_the_size_of_its_output():
     model = network()
     with torch.no_grad(), measure_statistics(model):
