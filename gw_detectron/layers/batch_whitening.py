@@ -50,6 +50,9 @@ class BatchWhitening2d(nn.Module):
     A batch of fewer than two columns has no covariance: the output is ``bias``, and the averages do
     not change.
 
+    ``torch.optim.swa_utils.update_bn`` and Detectron2's precise BN know BN only. After an average of
+    weights, run some training batches in training mode instead, so that the running averages fit.
+
     Args:
         num_channels: C, the size of dimension 1 of the input.
         channels_per_group: k, capped at C; the last group may be smaller.

@@ -93,7 +93,7 @@ def match_scales(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: a network. The first batch in this context counts; each layer is corrected before it runs, so that the
-            next one sees corrected input.
+            next one sees corrected input. Use it once: each context divides again.
 
     A constant batch is a ValueError, and so is a context in which no layer is called.
     """
