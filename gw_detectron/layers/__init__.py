@@ -11,7 +11,7 @@ from ..ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
 from .batch_renorm import BatchRenorm2d
 from .batch_whitening import BatchWhitening2d, FrozenBatchWhitening2d
 from .group_whitening import GroupWhitening2d
-from .measured_statistics import match_scales, measure_statistics
+from .measured_statistics import adapt_statistics, match_scales, measure_statistics
 from .mixed_norms import MixedBatchNorm2d, MixedWhitening2d
 from .shared_statistics import ImageStatistics
 from .weight_standardization import (
@@ -31,6 +31,7 @@ __all__ = [
     "MixedWhitening2d",
     "Solver",
     "WeightStandardized",
+    "adapt_statistics",
     "batch_whiten",
     "group_whiten",
     "match_scales",

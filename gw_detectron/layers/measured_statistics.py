@@ -1,6 +1,7 @@
-"""Fit trained weights to images: BN's statistics where they are lost, GW's scale where it replaces BN."""
+"""Fit trained weights to images: BN's statistics where they are lost or of other images, GW's scale in its place."""
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,7 @@ _NOT_CALLED = (
     "no {} layer of the model was called. Fix: call this model in the context, and before torch.compile: a compiled "
     "model that has run ignores hooks."
 )
+_NOT_FINITE = "{}: its input has NaN or infinite values; nothing is changed. Fix: leave out the images with them."
 
 
 @contextmanager
@@ -48,34 +50,83 @@ def measure_statistics(model: nn.Module) -> Iterator[None]:
     image's, whose function would change. So is a context in which no layer is called, or one whose input is not
     finite.
     """
-    layers = {name: layer for name, layer in model.named_modules() if _is_bn(layer)}
+    layers = _bn_layers(model)
     for name, layer in layers.items():
-        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.training:
-            raise ValueError(f"{name}: in training mode. Fix: call model.eval() first.")
         if isinstance(layer, MixedNorm) and any(layer.mixture):
             raise ValueError(
                 f"{name}: mixes statistics of images. Fix: measure the BN network, then convert it."
             )
 
     sums: dict[nn.Module, Moments] = {}
-    hooks = [
-        layer.register_forward_pre_hook(_adding_to(sums)) for layer in layers.values()
-    ]
-    try:
+    with _hooks(layers.values(), _adding_to(sums)):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
     if layers and not sums:
         raise ValueError(_NOT_CALLED.format("BN"))
     for name, layer in layers.items():
         if layer in sums and not _is_finite(sums[layer]):
-            raise ValueError(
-                f"{name}: its input has NaN or infinite values, so nothing is changed. Fix: leave out the images that "
-                "give them."
-            )
+            raise ValueError(_NOT_FINITE.format(name))
     for layer, measured in sums.items():
         _set_statistics(layer, measured)
+
+
+@contextmanager
+def adapt_statistics(model: nn.Module) -> Iterator[None]:
+    r"""Set mean and variance of BN layers to their averages over the batches of this context.
+
+    Scale and shift stay, so the network computes another function: one that fits images of another camera, light or
+    laboratory, without labels:
+
+    .. code-block:: python
+
+        with torch.no_grad(), adapt_statistics(model.backbone):
+            for batch in batches:  # of about eight images of the new place each
+                model(batch)
+
+    In this context, each layer takes the statistics of its batch, as BN does in training, so that the next layer
+    sees input of the size that it will see.
+
+    Args:
+        model: a network in evaluation mode. BN and FrozenBN with scale and shift are adapted, if they are called in
+            this context, which should be without gradients. FrozenBN whose statistics were multiplied into the scale
+            needs :func:`measure_statistics` first.
+
+    A layer in training mode is a ValueError, and so is a context in which no layer is called, or one whose input is
+    not finite. After an error, the statistics are those of before.
+
+    Source: Li et al., Revisiting Batch Normalization for Practical Domain Adaptation (AdaBN, arXiv 1603.04779).
+    """
+    layers = _bn_layers(model)
+    before = {
+        layer: (layer.running_mean.clone(), layer.running_var.clone())
+        for layer in layers.values()
+    }
+    batches: dict[nn.Module, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+
+    @torch.no_grad()
+    def take(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].detach().double().movedim(1, 0).flatten(1)
+        count = x.shape[1]
+        if count:
+            variance, mean = torch.var_mean(x, dim=1, correction=0)
+            _set_buffers(layer, mean, variance)
+            # as BN's running average of the unbiased variance
+            batches[layer].append((mean, variance * count / max(count - 1, 1)))
+
+    try:
+        with _hooks(layers.values(), take):
+            yield
+        if layers and not batches:
+            raise ValueError(_NOT_CALLED.format("BN"))
+        for name, layer in layers.items():
+            if layer in batches:
+                mean, variance = map(torch.stack, zip(*batches[layer], strict=True))
+                if not (mean.isfinite().all() and variance.isfinite().all()):
+                    raise ValueError(_NOT_FINITE.format(name))
+                _set_buffers(layer, mean.mean(0), variance.mean(0))
+    except BaseException:
+        for layer, statistics in before.items():
+            _set_buffers(layer, *statistics)
+        raise
 
 
 @contextmanager
@@ -119,19 +170,35 @@ def match_scales(model: nn.Module) -> Iterator[None]:
                 )
             layer.weight.div_(deviation)
 
-    hooks = [layer.register_forward_pre_hook(divide) for layer in layers]
-    try:
+    with _hooks(layers, divide):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
     if layers and left == layers:
         raise ValueError(_NOT_CALLED.format("GW"))
 
 
-def _is_bn(layer: nn.Module) -> bool:
-    names = ("weight", "bias", "running_mean", "running_var")
-    return all(getattr(layer, name, None) is not None for name in names)
+def _bn_layers(model: nn.Module) -> dict[str, Any]:
+    """Return BN layers with statistics, scale and shift by name; they must be in evaluation mode."""
+    needed = ("weight", "bias", "running_mean", "running_var")
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if all(getattr(layer, tensor, None) is not None for tensor in needed)
+    }
+    for name, layer in layers.items():
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.training:
+            raise ValueError(f"{name}: in training mode. Fix: call model.eval() first.")
+    return layers
+
+
+@contextmanager
+def _hooks(layers: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
+    """Call a function before each call of some layers, in this context."""
+    handles = [layer.register_forward_pre_hook(hook) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _adding_to(sums: dict[nn.Module, Moments]) -> Callable[..., None]:
@@ -157,5 +224,10 @@ def _set_statistics(layer: Any, measured: Moments) -> None:
     slope = layer.weight.double() / before
     layer.bias.copy_(layer.bias + slope * (mean - layer.running_mean))
     layer.weight.copy_(slope * (variance + layer.eps).sqrt())
+    _set_buffers(layer, mean, variance)
+
+
+@torch.no_grad()
+def _set_buffers(layer: Any, mean: Tensor, variance: Tensor) -> None:
     layer.running_mean.copy_(mean)
     layer.running_var.copy_(variance)

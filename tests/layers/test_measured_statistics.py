@@ -1,4 +1,4 @@
-"""Statistics of BN are measured again without a change of the network's function."""
+"""Statistics of BN are measured without a change of the network's function, or adapted to other images."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
 from gw_detectron import convert_norms
-from gw_detectron.layers import match_scales, measure_statistics
+from gw_detectron.layers import adapt_statistics, match_scales, measure_statistics
 
 
 def network(norm=nn.BatchNorm2d):
@@ -63,12 +63,57 @@ def test_statistics_in_the_scale_come_back_for_mixing():
     torch.testing.assert_close(folded(images(2)), model(images(2)))
 
 
-def test_training_mode_is_refused():
+@pytest.mark.parametrize("change", [measure_statistics, adapt_statistics])
+def test_training_mode_is_refused(change):
     with (
         pytest.raises(ValueError, match="training mode"),
-        measure_statistics(network().train()),
+        change(network().train()),
     ):
         pass
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, FrozenBatchNorm2d])
+def test_adapted_statistics_are_those_of_bn_in_training(norm):
+    batches = [images(1), images(2)]
+    expected = network()
+    for layer in expected:
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.reset_running_stats()
+            layer.momentum = None  # a plain average
+    expected.train()
+    outputs = [expected(batch) for batch in batches]
+    expected.eval()
+
+    model = network(norm)
+    with torch.no_grad(), adapt_statistics(model):
+        for batch, output in zip(batches, outputs, strict=True):
+            torch.testing.assert_close(model(batch), output.detach())
+
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        right = getattr(expected[4], name).detach()
+        torch.testing.assert_close(getattr(model[4], name), right)
+    torch.testing.assert_close(model(images(3)), expected(images(3)))
+
+
+@pytest.mark.parametrize("fault", ["NaN", "an error of the caller", "not called"])
+def test_statistics_stay_if_they_cannot_be_adapted(fault):
+    model = network()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = images(1)
+    if fault == "NaN":
+        batch[0, 0, 0, 0] = float("nan")
+
+    with (
+        pytest.raises((ValueError, KeyError)),
+        torch.no_grad(),
+        adapt_statistics(model),
+    ):
+        if fault != "not called":
+            model(batch)
+        if fault == "an error of the caller":
+            raise KeyError
+
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
 def test_norms_that_mix_already_are_refused():
