@@ -71,7 +71,7 @@ def measure_statistics(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapt_statistics(model: nn.Module) -> Iterator[None]:
-    r"""Set mean and variance of BN layers to their averages over the batches of this context.
+    r"""Set mean and variance of BN layers to those of other images: of the batches in this context.
 
     Scale and shift stay, so the network computes another function: one that fits images of another camera, light or
     laboratory, without labels:
@@ -82,47 +82,53 @@ def adapt_statistics(model: nn.Module) -> Iterator[None]:
             for batch in batches:  # of about eight images of the new place each
                 model(batch)
 
-    In this context, each layer takes the statistics of its batch, as BN does in training, so that the next layer
-    sees input of the size that it will see.
+    In this context, each layer normalizes by the statistics of its batch, as BN does in training, so that the next
+    layer sees input of the size that it will see. Afterwards it has their averages over the images.
 
     Args:
         model: a network in evaluation mode. BN and FrozenBN with scale and shift are adapted, if they are called in
             this context, which should be without gradients. FrozenBN whose statistics were multiplied into the scale
             needs :func:`measure_statistics` first.
 
-    A layer in training mode is a ValueError, and so is a context in which no layer is called, or one whose input is
-    not finite. After an error, the statistics are those of before.
+    A model without such a layer is a ValueError, and so is a layer in training mode, a context in which no layer is
+    called, or an input that is not finite. After an error, the statistics are those of before.
 
     Source: Li et al., Revisiting Batch Normalization for Practical Domain Adaptation (AdaBN, arXiv 1603.04779).
     """
     layers = _bn_layers(model)
+    if not layers:
+        raise ValueError("the model has no BN layer with statistics, scale and shift.")
     before = {
         layer: (layer.running_mean.clone(), layer.running_var.clone())
         for layer in layers.values()
     }
-    batches: dict[nn.Module, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    batches: dict[nn.Module, list[tuple[Tensor, int]]] = defaultdict(list)
 
     @torch.no_grad()
     def take(layer: Any, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0].detach().double().movedim(1, 0).flatten(1)
-        count = x.shape[1]
+        x = inputs[0].detach().double()
+        rows = x.movedim(1, 0).flatten(1)
+        count = rows.shape[1]
         if count:
-            variance, mean = torch.var_mean(x, dim=1, correction=0)
+            variance, mean = torch.var_mean(rows, dim=1, correction=0)
             _set_buffers(layer, mean, variance)
             # as BN's running average of the unbiased variance
-            batches[layer].append((mean, variance * count / max(count - 1, 1)))
+            unbiased = variance * count / max(count - 1, 1)
+            batches[layer].append((torch.stack((mean, unbiased)), len(x)))
 
     try:
         with _hooks(layers.values(), take):
             yield
-        if layers and not batches:
+        if not batches:
             raise ValueError(_NOT_CALLED.format("BN"))
         for name, layer in layers.items():
             if layer in batches:
-                mean, variance = map(torch.stack, zip(*batches[layer], strict=True))
-                if not (mean.isfinite().all() and variance.isfinite().all()):
+                sizes = [size for _, size in batches[layer]]
+                sums = torch.stack([values * size for values, size in batches[layer]])
+                if not sums.isfinite().all():
                     raise ValueError(_NOT_FINITE.format(name))
-                _set_buffers(layer, mean.mean(0), variance.mean(0))
+                mean, variance = sums.sum(0) / sum(sizes)
+                _set_buffers(layer, mean, variance)
     except BaseException:
         for layer, statistics in before.items():
             _set_buffers(layer, *statistics)

@@ -17,8 +17,8 @@ from ...weights.loading import OpenDetector
 from ..console import check_folder
 from ..dataset.metadata import class_metadata, classes_of
 from ..export import FORMATS, export_backbone, export_detector, read_image_for
-from ..run.mixing import mix_in_backbone
-from .parsers import RunParser, add_mix_flag, new_parser
+from ..run.bn_statistics import change_statistics
+from .parsers import RunParser, add_statistics_flags, new_parser
 
 _WEIGHTS = "safetensors"
 _OF_BACKBONES = ("no_fpn",)
@@ -52,7 +52,7 @@ def get_parser() -> argparse.ArgumentParser:
         help=f"default: pt2 (torch.export); {_WEIGHTS}: with --backbone, for MODEL.WEIGHTS",
     )
     add("--backbone", action="store_true", help="export only the backbone")
-    add_mix_flag(parser, "export with")
+    add_statistics_flags(parser, "export with")
     group = parser.add_argument_group("detectors")
     add = group.add_argument
     add(
@@ -141,8 +141,9 @@ def _load(
 ) -> nn.Module:
     cfg, _, checkpoint = detector
     model = load_model(cfg, needed, checkpoint=checkpoint)
-    if args.mix:
-        mix_in_backbone(model, cfg, args.mix, weights=cfg.MODEL.WEIGHTS)
+    if args.mix or args.adapt:
+        weights = cfg.MODEL.WEIGHTS
+        change_statistics(model, cfg, mix=args.mix, adapt=args.adapt, weights=weights)
     return model
 
 

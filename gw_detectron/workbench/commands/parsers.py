@@ -70,12 +70,19 @@ def new_parser(
     )
 
 
-def add_mix_flag(parser: argparse.ArgumentParser, effect: str) -> None:
-    """Add ``--mix``; the help begins with its effect."""
+def add_statistics_flags(parser: argparse.ArgumentParser, effect: str) -> None:
+    """Add ``--mix`` and ``--adapt``; the help begins with their effect."""
     parser.add_argument(
         "--mix",
         default="",
         metavar="M",
         help=f"{effect} a share of each image's means and variances in the BN layers of the backbone, e.g. 0.5, for "
         "photos that look different from the training photos; or a norm name such as MixGW:alpha=0,mean=0.3",
+    )
+    parser.add_argument(
+        "--adapt",
+        default="",
+        metavar="FOLDER",
+        help=f"{effect} statistics of up to 32 photos of this folder in these layers: of the new camera or laboratory, "
+        "without labels",
     )

@@ -19,7 +19,7 @@ from .. import predict as prediction
 from ..console import check_folder
 from ..predict.results_folder import not_read_note, usual_tile
 from ..predict.tiled_predictor import STATISTICS
-from .parsers import MixedParser, add_mix_flag, new_parser
+from .parsers import MixedParser, add_statistics_flags, new_parser
 
 _BEST = "best"
 
@@ -90,7 +90,7 @@ def get_parser() -> argparse.ArgumentParser:
         choices=STATISTICS,
         help="GW and GN see the whole image (default), or each tile (faster)",
     )
-    add_mix_flag(parser, "predict with")
+    add_statistics_flags(parser, "predict with")
     add("--no-pictures", action="store_true", help="draw no pictures")
     add("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
     add(
@@ -134,6 +134,11 @@ def _best_threshold(detector: str) -> float:
 
 def main(args: argparse.Namespace) -> bool:
     """Return whether all inputs were predicted."""
+    if args.tiles is not None and args.adapt:
+        raise ConfigError(
+            "--tiles: not with --adapt, which shrinks whole photos. Fix: leave one out, or give --mix 0.5 in place of "
+            "--adapt."
+        )
     if args.tiles is None and (args.overlap is not None or args.statistics is not None):
         raise ConfigError(
             "--overlap, --statistics: only for tiles. Fix: give --tiles, e.g. 1024."
@@ -235,6 +240,7 @@ def _open_predictor(
         device=args.device,
         class_names=names,
         mix=args.mix,
+        adapt=args.adapt,
     )
     if args.tiles is None:
         return predictor

@@ -8,7 +8,7 @@ from detectron2.engine.launch import DEFAULT_TIMEOUT
 from ..run import train as runs
 from ..run.processes import launch_from_args
 from ..run.request import RunRequest
-from .parsers import RunParser, add_mix_flag, new_parser
+from .parsers import RunParser, add_statistics_flags, new_parser
 
 _NOTE = "Evaluation writes to OUTPUT_DIR/inference and leaves the training's log.txt and config.yaml untouched."
 _EXAMPLES = (
@@ -89,14 +89,14 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
         metavar="N",
         help="train and evaluate for about N minutes: some steps are timed, then the length is chosen",
     )
-    add_mix_flag(parser, "evaluate a second time, with")
+    add_statistics_flags(parser, "evaluate a second time, with")
     add_dataset_flags(parser)
 
     for action in parser._actions:
         action.help = _HELP.get(action.dest, action.help)
         if evaluation and action.dest in _TRAINING_ONLY:
             action.help = argparse.SUPPRESS
-        if action.dest == "mix" and not evaluation:
+        if action.dest in ("mix", "adapt") and not evaluation:
             action.help = argparse.SUPPRESS
     parser.set_defaults(eval_only=evaluation)
     return parser

@@ -20,8 +20,8 @@ from ...modeling.build import object_count_keys
 from ...weights import load_model, open_detector, trained_classes
 from ..dataset.metadata import class_metadata
 from ..images import evaluation_input
+from ..run.bn_statistics import change_statistics
 from ..run.checks import device_problem
-from ..run.mixing import mix_in_backbone
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ def open_predictor(
     device: str | None = None,
     class_names: Sequence[str] | None = None,
     mix: str = "",
+    adapt: str = "",
 ) -> Predictor:
     """Open the predictor of a run folder or a checkpoint.
 
@@ -98,6 +99,8 @@ def open_predictor(
         class_names: default: the checkpoint's record, else the datasets in the config.
         mix: image statistics in the BN layers of the backbone, see
             :func:`gw_detectron.norms.mix_statistics`; "" for none.
+        adapt: a folder of photos whose statistics these layers get, see
+            :func:`gw_detectron.layers.adapt_statistics`; "" for none.
     """
     if not 0 <= score_threshold <= 1:
         raise ConfigError(
@@ -125,8 +128,9 @@ def open_predictor(
             f"--device ('{device}'): torch cannot use it: {reason}. Fix: give cpu, or leave it out."
         )
     detector = load_model(cfg, checkpoint=checkpoint, device=device)
-    if mix:
-        mix_in_backbone(detector, cfg, mix, weights=cfg.MODEL.WEIGHTS)
+    if mix or adapt:
+        weights = cfg.MODEL.WEIGHTS
+        change_statistics(detector, cfg, mix=mix, adapt=adapt, weights=weights)
     metadata = _metadata(cfg, trained_classes(checkpoint), class_names)
     return Predictor(detector, cfg, metadata, score_threshold)
 

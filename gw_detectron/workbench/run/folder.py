@@ -45,7 +45,8 @@ _EVALUATION = (
 # config.yaml, datasets.yaml and datasets/ stay until the new run, which may read them, writes its own. log.txt stays.
 _EVENTS = "events.out.tfevents.*"  # of TensorBoard
 _RUN = (*_DETECTORS, PERIODIC_CHECKPOINTS, METRICS, _EVENTS)
-_FOLDERS = ("inference", "inference_TTA", "inference_mixed", "report")
+_EVALUATIONS = ("inference", "inference_TTA", "inference_mixed", "inference_adapted")
+_FOLDERS = (*_EVALUATIONS, "report")
 
 
 def lock_output(folder: str, *, wait: bool = False) -> IO[str]:

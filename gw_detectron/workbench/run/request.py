@@ -96,6 +96,7 @@ class RunRequest:
         minutes: time for training and evaluations, in place of ``epochs``.
         mix: image statistics in the backbone's BN layers of a second evaluation, see
             :func:`gw_detectron.norms.mix_statistics`.
+        adapt: a folder of photos whose statistics these layers get in a second evaluation.
         num_gpus: 0 runs on the CPU.
         deterministic: use only deterministic operations of torch.
         allow_partial, ignore_preflight: see :class:`gw_detectron.workbench.Trainer`.
@@ -112,6 +113,7 @@ class RunRequest:
     epochs: float | None = None
     minutes: float | None = None
     mix: str = ""
+    adapt: str = ""
     num_gpus: int = 1
     deterministic: bool = False
     allow_partial: bool = False
@@ -152,8 +154,9 @@ class RunRequest:
                 f"--minutes: given together with {other}. Fix: give one of the two."
             )
 
-        if self.mix and not self.eval_only:
-            raise ConfigError(
-                f"--mix ({self.mix!r}): only evaluates. Fix: give it to gw-detectron eval, or train with "
-                "MODEL.RESNETS.WHITEN_NORM MixGW."
-            )
+        for flag, value in {"--mix": self.mix, "--adapt": self.adapt}.items():
+            if value and not self.eval_only:
+                raise ConfigError(
+                    f"{flag} ({value!r}): only evaluates. Fix: give it to gw-detectron eval, or train with "
+                    "MODEL.RESNETS.WHITEN_NORM MixBN."
+                )

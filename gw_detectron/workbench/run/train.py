@@ -25,7 +25,7 @@ from ...weights import detector_file, load_model
 from ...weights.opening import config_beside
 from ..dataset.recipe import apply_recipe
 from ..dataset.registration import open_dataset
-from .mixing import mix_in_backbone
+from .bn_statistics import change_statistics
 from .processes import in_all_processes
 from .request import RunRequest
 from .run_datasets import use_datasets
@@ -184,14 +184,16 @@ def _use_recipe(cfg: CfgNode, request: RunRequest) -> dict[str, str]:
     return apply_recipe(cfg, sources, epochs=request.epochs, given=given, flag=flag)
 
 
-def _effect_of_mix(plain: Mapping, mixed: Mapping, place: str = "") -> Iterator[str]:
-    """Yield a text for each AP of an evaluation, without and with mixed statistics."""
-    for name, scores in plain.items():
+def _effects(
+    plain: Mapping, changed: Mapping, name: str, place: str = ""
+) -> Iterator[str]:
+    """Yield a text for each AP of an evaluation, and of the second one, whose keys end in ``_NAME``."""
+    for key, scores in plain.items():
         if isinstance(scores, Mapping):
-            inner = mixed.get(f"{name}_mixed", mixed.get(name, {}))
-            yield from _effect_of_mix(scores, inner, f"{place}{name} ")
-        elif name == "AP":
-            yield f"{place}AP {scores:.1f} -> {mixed['AP']:.1f}"
+            inner = changed.get(f"{key}_{name}", changed.get(key, {}))
+            yield from _effects(scores, inner, name, f"{place}{key} ")
+        elif key == "AP":
+            yield f"{place}AP {scores:.1f} -> {changed['AP']:.1f}"
 
 
 def evaluate(prepared: PreparedRun) -> dict:
@@ -218,17 +220,21 @@ def evaluate(prepared: PreparedRun) -> dict:
         if cfg.MODEL.COMPILE:
             model.get_submodule("backbone").compile()
 
-        mixed = None
-        if request.mix:  # a wrong value is refused before hours of evaluation
-            mixed = copy.deepcopy(model)
-            mix_in_backbone(mixed, cfg, request.mix, weights=run.weights.address)
+        changed = None
+        mix, adapt = request.mix, request.adapt
+        if mix or adapt:  # wrong values are refused before hours of evaluation
+            changed = copy.deepcopy(model)
+            weights = run.weights.address
+            change_statistics(changed, cfg, mix=mix, adapt=adapt, weights=weights)
 
         results = Trainer.test(cfg, model)
-        if mixed is not None:
+        if changed is not None:
             plain = dict(results)
-            results.update(Trainer.test_as("mixed", cfg, mixed))
-            effects = ", ".join(_effect_of_mix(plain, results))
-            log.info("--mix %s: %s", request.mix, effects)
+            name = "mixed" if mix else "adapted"
+            results.update(Trainer.test_as(name, cfg, changed))
+            effects = ", ".join(_effects(plain, results, name))
+            flag = f"--mix {mix}" if mix else f"--adapt {adapt}"
+            log.info("%s: %s", flag, effects)
         if cfg.TEST.AUG.ENABLED:
             results.update(Trainer.test_with_TTA(cfg, model))
 

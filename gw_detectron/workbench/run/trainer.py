@@ -63,6 +63,7 @@ from ..dataset.dataset_checks import wrong_evaluator
 from ..dataset.metadata import classes_of
 from ..images import ImageNamingMapper
 from ..images.augmentations import training_mapper
+from .bn_statistics import measure_missing_statistics
 from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
 from .folder import METRICS, earlier_run, remove_files, stale_output
 from .hooks import (
@@ -74,7 +75,6 @@ from .hooks import (
     WeightAverage,
 )
 from .logs import end_last_line
-from .mixing import measure_missing_statistics
 from .optimizer import accumulated_step, set_norm_decay
 from .randomness import INITIAL_WEIGHTS, STEP, seed_generators
 from .start import check_same_start, open_run

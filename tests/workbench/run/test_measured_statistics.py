@@ -12,7 +12,7 @@ from gw_detectron.layers.mixed_norms import MixedNorm
 from gw_detectron.weights import load_model, open_detector
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.predict import open_predictor
-from gw_detectron.workbench.run.mixing import mix_in_backbone
+from gw_detectron.workbench.run.bn_statistics import change_statistics
 
 from ...loggers import reset_loggers
 from ...tiny_run import arguments
@@ -113,13 +113,13 @@ def test_without_its_training_photos_the_error_says_where_to_name_them(
     model = load_model(cfg, checkpoint=checkpoint)
 
     with pytest.raises(ConfigError, match="'no_such_photos' is not regist") as error:
-        mix_in_backbone(model, cfg, "0.5", weights=cfg.MODEL.WEIGHTS)
+        change_statistics(model, cfg, mix="0.5", weights=cfg.MODEL.WEIGHTS)
     assert f"name their files in '{record}'" in str(error.value)
 
     json = small_dataset / "annotations" / "instances_train.json"
     files = {"json": str(json), "images": str(small_dataset / "train")}
     record.write_text(yaml.safe_dump({"train": {"any_name": files}}))
-    mix_in_backbone(model, cfg, UNMIXED, weights=cfg.MODEL.WEIGHTS)
+    change_statistics(model, cfg, mix=UNMIXED, weights=cfg.MODEL.WEIGHTS)
     assert len(mixed_norms(model)) == 20
 
 
@@ -131,7 +131,7 @@ def test_a_wrong_mixture_is_refused_before_any_photo_is_read(run, tmp_path):
     cfg.DATASETS.TRAIN = ("no_such_photos",)
 
     with pytest.raises(NormError, match="1.5"):
-        mix_in_backbone(model, cfg, "1.5", weights=cfg.MODEL.WEIGHTS)
+        change_statistics(model, cfg, mix="1.5", weights=cfg.MODEL.WEIGHTS)
 
 
 def test_a_training_from_the_zoo_measures_them(data, zoo, tmp_path):

@@ -1,4 +1,4 @@
-"""``--mix``: evaluation and prediction with image statistics in a BN detector that was not trained for it."""
+"""``--mix`` and ``--adapt``: evaluation and prediction of a BN detector with other statistics than its own."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,10 @@ import torch
 from PIL import Image
 
 from examples.shapes import ShapesConfig, write_shapes
-from gw_detectron.errors import ConfigError, NormError, PreflightError
+from gw_detectron.errors import ConfigError, NormError, PreflightError, UserError
 from gw_detectron.layers import MixedBatchNorm2d, MixedWhitening2d
 from gw_detectron.workbench.commands.train import run_here as main
+from gw_detectron.workbench.images import find_images, read_image
 from gw_detectron.workbench.predict import open_predictor
 from gw_detectron.workbench.run import Trainer
 
@@ -48,31 +49,70 @@ def run(small_dataset, tmp_path_factory):
     return folder
 
 
-def test_an_evaluation_has_both_scores(run):
-    results = main(arguments(run, "--eval-only", "--resume", "--mix", "0.5", **BN))
+@pytest.fixture
+def photos(shapes):
+    return str(shapes / "train")
 
-    assert set(results) == {"bbox", "segm", "bbox_mixed", "segm_mixed"}
+
+@pytest.mark.parametrize("change", ["mixed", "adapted"])
+def test_an_evaluation_has_both_scores(run, photos, change):
+    flag = ("--mix", "0.5") if change == "mixed" else ("--adapt", photos)
+    results = main(arguments(run, "--eval-only", "--resume", *flag, **BN))
+
+    assert set(results) == {"bbox", "segm", f"bbox_{change}", f"segm_{change}"}
     assert (run / "inference" / "coco_instances_results.json").is_file()
-    assert (run / "inference_mixed" / "coco_instances_results.json").is_file()
-    before, after = (results[name]["AP"] for name in ("bbox", "bbox_mixed"))
-    effect = f"--mix 0.5: bbox AP {before:.1f} -> {after:.1f}, segm AP "
+    assert (run / f"inference_{change}" / "coco_instances_results.json").is_file()
+    before, after = (results[name]["AP"] for name in ("bbox", f"bbox_{change}"))
+    effect = f"{' '.join(flag)}: bbox AP {before:.1f} -> {after:.1f}, segm AP "
     assert effect in (run / "inference" / "log.txt").read_text()
 
     plain = main(arguments(run, "--eval-only", "--resume", **BN))
     assert plain["bbox"] == pytest.approx(results["bbox"], nan_ok=True)
 
 
-def test_a_training_does_not_take_it(tmp_path):
-    with pytest.raises(ConfigError, match="--mix .*eval"):
-        main(arguments(tmp_path, "--mix", "0.5"))
+@pytest.mark.parametrize("flag", ["--mix", "--adapt"])
+def test_a_training_does_not_take_it(tmp_path, flag):
+    with pytest.raises(ConfigError, match=f"{flag} .*eval"):
+        main(arguments(tmp_path, flag, "0.5"))
 
 
-def test_a_detector_without_bn_is_refused(tmp_path):
+def test_photos_are_given_where_they_are_needed(run, tmp_path, photos):
+    few = tmp_path / "few"
+    few.mkdir()
+    Image.new("RGB", (64, 64)).save(few / "1.png")
+    wrong = {
+        "has 1 photos": {"adapt": str(few)},
+        "no_such": {"adapt": "no_such"},
+        "together": {"adapt": photos, "mix": "0.5"},
+    }
+    for words, given in wrong.items():
+        with pytest.raises(UserError, match=words):
+            open_predictor(run, device="cpu", **given)
+
+
+def test_a_predictor_adapts_bn_to_the_photos_of_a_folder(run, photos):
+    predictor = open_predictor(run, device="cpu")
+    stem = predictor.model.backbone.bottom_up.stem.conv1.norm
+    means = []
+    stem.register_forward_pre_hook(lambda _, x: means.append(x[0].mean((0, 2, 3))))
+    for path in find_images(photos):
+        predictor(read_image(path, "RGB"))
+
+    adapted = open_predictor(run, device="cpu", adapt=photos).model
+    norm = adapted.backbone.bottom_up.stem.conv1.norm
+
+    torch.testing.assert_close(norm.running_mean, torch.stack(means).mean(0))
+    assert torch.equal(norm.weight, stem.weight)
+
+
+def test_a_detector_without_bn_is_refused(tmp_path, photos):
     gn = {"MODEL__RESNETS__NORM": "GN", "MODEL__RESNETS__WHITEN_POSITIONS": ""}
     main(arguments(tmp_path, **gn, DATASETS__TEST="()"))
 
     with pytest.raises(NormError, match=r"--mix \('0.5'\): the backbone has no BN"):
         main(arguments(tmp_path, "--eval-only", "--resume", "--mix", "0.5", **gn))
+    with pytest.raises(ConfigError, match="--adapt: the model has no BN"):
+        main(arguments(tmp_path, "--eval-only", "--resume", "--adapt", photos, **gn))
 
 
 def test_a_wrong_value_is_refused_before_the_evaluation(run, monkeypatch):
@@ -114,7 +154,10 @@ def test_a_predictor_mixes_in_the_backbone_only(run, mix, layer):
 
 @pytest.mark.slow
 def test_ap_is_regained_on_photos_of_another_color(tmp_path):
-    """AP 17.2 on photos like those of the training, 18.9 mixed; with less red and green light 3.4, 10.6 mixed."""
+    """AP 17.2 on photos like those of the training, 18.9 mixed; with less red and green light 3.4, 10.6 mixed.
+
+    With statistics of these photos, ADAPTED.
+    """
     shapes = tmp_path / "shapes"
     sizes = {"min_side": 96, "max_side": 128}
     write_shapes(shapes, ShapesConfig(num_train=64, num_val=16, **sizes))
@@ -139,8 +182,11 @@ def test_ap_is_regained_on_photos_of_another_color(tmp_path):
     mixed = ("--eval-only", "--resume", "--mix", "0.5")
     alike = run(*mixed)
     different = run(*mixed, photos="cast")
+    adapt = ("--eval-only", "--resume", "--adapt", str(shapes / "cast"))
+    different |= run(*adapt, photos="cast")
 
     assert alike["bbox"] > 10
     assert alike["bbox_mixed"] > alike["bbox"] - 2
     assert different["bbox"] < alike["bbox"] / 2
     assert different["bbox_mixed"] > different["bbox"] + 5
+    assert different["bbox_adapted"] > different["bbox"] + 5

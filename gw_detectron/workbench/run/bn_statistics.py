@@ -1,8 +1,9 @@
-"""Statistics of the training photos, and of each image, for the BN layers of a detector."""
+"""Statistics of training photos, of each image or of other photos, for the BN layers of a detector."""
 
 import contextlib
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,8 @@ from detectron2.data import DatasetCatalog, DatasetMapper
 from detectron2.utils import comm
 from torch import nn
 
-from ...errors import ConfigError, UserError
-from ...layers import measure_statistics
+from ...errors import ConfigError, UserError, existing_path
+from ...layers import adapt_statistics, measure_statistics
 from ...layers.mixed_norms import MixedNorm
 from ...norms import mix_statistics, mixture_name, norm_rows
 from ...weights.load_report import resnet_prefixes
@@ -21,16 +22,27 @@ from ...weights.opening import local_file
 from ..dataset.coco_content import content_to_records
 from ..dataset.datasets_yaml import DATASETS_FILE, read_datasets
 from ..dataset.layouts import read_labels
-from ..images import ImageNamingMapper, evenly_spread
+from ..images import (
+    ImageNamingMapper,
+    evaluation_input,
+    evenly_spread,
+    find_images,
+    read_image,
+)
 
 log = logging.getLogger(__name__)
 
 #: photos whose statistics are measured
 _PHOTOS = 32
+#: the least number of photos of a new place; fewer have not been studied
+_FEWEST = 8
+_BATCH = 8
 
 
-def mix_in_backbone(model: nn.Module, cfg: CfgNode, mix: str, *, weights: str) -> None:
-    """Mix the image's statistics into the BN layers of a trained detector's ResNet, in place.
+def change_statistics(
+    model: nn.Module, cfg: CfgNode, *, mix: str = "", adapt: str = "", weights: str
+) -> None:
+    """Change the statistics of the BN layers of a trained detector's ResNet, in place.
 
     FrozenBN has the statistics of other photos than its training's, or none, as in the detectors of Detectron2's zoo.
     It gets those of training photos first, which changes no output.
@@ -38,21 +50,74 @@ def mix_in_backbone(model: nn.Module, cfg: CfgNode, mix: str, *, weights: str) -
     Args:
         model: in evaluation mode.
         cfg: its config.
-        mix: mixture of :func:`gw_detectron.norms.mix_statistics`.
+        mix: mix in each image's, by a mixture of :func:`gw_detectron.norms.mix_statistics`.
+        adapt: take those of photos in this folder, by :func:`gw_detectron.layers.adapt_statistics`.
         weights: address of its weights, beside which the run has recorded its datasets.
 
     Raises:
         NormError: a wrong mixture, or no BN layer.
-        ConfigError: training photos are needed and cannot be read.
+        ConfigError: both are given, or photos are needed and cannot be read.
     """
-    mixture_name(mix, where="--mix")  # refuses a wrong one before photos are read
+    if mix and adapt:
+        raise ConfigError(
+            "--mix, --adapt: given together. Fix: give --adapt where there are photos of the new place, else --mix."
+        )
+    if mix:
+        mixture_name(mix, where="--mix")  # refuses a wrong one before photos are read
+    photos = _photos_of(adapt, cfg) if adapt else []
+
     resnet = _resnet_of(model)
     if any(row.spec == "FrozenBN" for row in norm_rows(resnet)):
-        count = _measure(model, resnet, cfg, weights, needed_by="--mix: FrozenBN")
-        log.info("--mix: FrozenBN has the statistics of %d training photos now", count)
+        flag = "--mix" if mix else "--adapt"
+        count = _measure(model, resnet, cfg, weights, needed_by=f"{flag}: FrozenBN")
+        log.info(
+            "%s: FrozenBN has the statistics of %d training photos now", flag, count
+        )
 
-    count = mix_statistics(resnet, mix, where="--mix")
-    log.info("--mix (%s): %d layers of BN take statistics of each image", mix, count)
+    if mix:
+        count = mix_statistics(resnet, mix, where="--mix")
+        log.info(
+            "--mix (%s): %d layers of BN take statistics of each image", mix, count
+        )
+    else:
+        _adapt(model, resnet, photos)
+        log.info(
+            "--adapt ('%s'): BN has the statistics of %d photos", adapt, len(photos)
+        )
+
+
+def _photos_of(folder: str, cfg: CfgNode) -> list[dict[str, Any]]:
+    """Return inputs of a detector: photos of a folder, evenly spread."""
+    folder = existing_path("--adapt", folder, os.path.isdir)
+    files = evenly_spread(find_images(folder), _PHOTOS)
+    if len(files) < _FEWEST:
+        raise ConfigError(
+            f"--adapt ('{folder}'): has {len(files)} photos. Fix: give {_FEWEST} or more of the new place, or take "
+            "--mix 0.5, which needs none."
+        )
+
+    photos = []
+    for file in files:
+        pixels = read_image(file, cfg.INPUT.FORMAT, cfg.INPUT.PERCENTILES)
+        height, width = pixels.shape[:2]
+        image = evaluation_input(pixels, cfg)
+        photos.append({"image": image, "height": height, "width": width})
+    return photos
+
+
+def _adapt(model: nn.Module, resnet: nn.Module, photos: list[dict[str, Any]]) -> None:
+    """Give the BN layers of a ResNet the statistics of photos, in batches without padding."""
+    by_size = defaultdict(list)
+    for photo in photos:
+        by_size[photo["image"].shape].append(photo)
+    try:
+        with torch.no_grad(), adapt_statistics(resnet):
+            for alike in by_size.values():
+                for first in range(0, len(alike), _BATCH):
+                    model(alike[first : first + _BATCH])
+    except ValueError as error:
+        raise ConfigError(f"--adapt: {error}") from error
+    _share(resnet)
 
 
 def measure_missing_statistics(model: nn.Module, cfg: CfgNode) -> None:
@@ -117,13 +182,18 @@ def _measure(
         in_file = f", or name their files in '{record}' (docs/your_data.md)"
         raise ConfigError(
             f"{needed_by} needs the statistics of training photos, which cannot be read: {error} Fix: put them where "
-            f"they were in the training{in_file if record else ''}; a detector that was exported with --mix needs none."
+            f"they were in the training{in_file if record else ''}; a detector that was exported so needs none."
         ) from error
 
-    if comm.get_world_size() > 1:  # equal to the last bit
+    _share(resnet)
+    return len(photos)
+
+
+def _share(resnet: nn.Module) -> None:
+    """Give all processes the statistics of the first, to the last bit."""
+    if comm.get_world_size() > 1:
         state = {name: value.cpu() for name, value in resnet.state_dict().items()}
         resnet.load_state_dict(comm.all_gather(state)[0])
-    return len(photos)
 
 
 def _training_records(cfg: CfgNode, record: str) -> list[dict[str, Any]]:
