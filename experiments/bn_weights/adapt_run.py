@@ -17,6 +17,7 @@ from detectron2.data.datasets import register_coco_instances
 from detectron2.modeling import GeneralizedRCNN
 from torch import nn
 
+from gw_detectron.layers import adapt_statistics
 from gw_detectron.weights import GWDetectionCheckpointer
 from gw_detectron.weights.loading import load_model, open_detector
 
@@ -24,21 +25,13 @@ BATCHES = 8
 BATCH = 8
 
 
-@torch.no_grad()
-def adapt_statistics(model: nn.Module, photos: Sequence[dict[str, Any]]) -> None:
-    """Give the BN layers of a backbone the average statistics of batches of photos; scales and shifts stay."""
+def adapt_to(model: nn.Module, photos: Sequence[dict[str, Any]]) -> None:
+    """Give the BN layers of a backbone the average statistics of batches of photos."""
     assert isinstance(model, GeneralizedRCNN)
-    layers = [m for m in model.backbone.modules() if isinstance(m, nn.BatchNorm2d)]
-    for layer in layers:
-        layer.reset_running_stats()
-        layer.momentum = None  # a plain average
-        layer.train()
-
-    for first in range(0, len(photos), BATCH):
-        images = model.preprocess_image(photos[first : first + BATCH])
-        model.backbone(images.tensor)
-    for layer in layers:
-        layer.eval()
+    with torch.no_grad(), adapt_statistics(model.backbone):
+        for first in range(0, len(photos), BATCH):
+            images = model.preprocess_image(photos[first : first + BATCH])
+            model.backbone(images.tensor)
 
 
 def adapt(data: str, output: str, run: str, number: int) -> None:
@@ -48,7 +41,7 @@ def adapt(data: str, output: str, run: str, number: int) -> None:
     loader = build_detection_test_loader(cfg, data, num_workers=0)
     photos = [photo for batch in loader for photo in batch]
     random.Random(0).shuffle(photos)
-    adapt_statistics(model, photos[: BATCHES * BATCH])
+    adapt_to(model, photos[: BATCHES * BATCH])
     GWDetectionCheckpointer(model, output).save(f"adapted_{number}")
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from gw_detectron import convert_norms
 from gw_detectron.norms.listing import is_norm
 from gw_detectron.weights.loading import load_model, open_detector
-from gw_detectron.workbench.run.mixing import mix_in_backbone
+from gw_detectron.workbench.run.bn_statistics import change_statistics
 
 from ..study import ResultsFile
 from .without_training import CHANGES, PROPOSALS, changed, score
@@ -49,7 +49,7 @@ def mix_without(model: nn.Module, cfg: CfgNode) -> None:
 def mix_with_measured(model: nn.Module, cfg: CfgNode) -> None:
     """Multiply the statistics into the scale, then mix as ``--mix`` does: with those of training photos."""
     multiply_into_scale(model)
-    mix_in_backbone(model, cfg, SHARE, weights=cfg.MODEL.WEIGHTS)
+    change_statistics(model, cfg, mix=SHARE, weights=cfg.MODEL.WEIGHTS)
 
 
 ARMS: dict[str, Callable[[nn.Module, CfgNode], None]] = {

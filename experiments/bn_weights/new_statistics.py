@@ -22,7 +22,7 @@ from gw_detectron import convert_norms
 from gw_detectron.weights.loading import load_model, open_detector
 
 from ..study import ResultsFile
-from .adapt_run import adapt_statistics
+from .adapt_run import adapt_to
 from .without_training import CHANGES, PROPOSALS, changed, score
 
 Photos = list[dict[str, Any]]
@@ -45,7 +45,7 @@ def score_arm(
     count, is_mixed = ARMS[arm]
     model = load_model(cfg)
     if count:
-        adapt_statistics(model, new[:count])
+        adapt_to(model, new[:count])
     if is_mixed:
         convert_norms(model.get_submodule("backbone.bottom_up"), {"*": MIXTURE})
     return score(model, [[photo] for photo in tested], evaluator)
