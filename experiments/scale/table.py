@@ -15,12 +15,20 @@ Scores = Mapping[str, Mapping[int, float]]
 
 
 def read(file: str) -> dict[str, Scores]:
-    """Return the scores of each set of images."""
+    """Return the scores of each set of images, and of its repetition by a later version."""
     scores: dict = defaultdict(lambda: defaultdict(dict))
     with open(file, newline="") as stream:
         for row in csv.DictReader(stream):
             scores[row["data"]][row["arm"]][int(row["seed"])] = float(row["AP"])
     return scores
+
+
+def pooled(first: Scores, second: Scores) -> Scores:
+    """Join the runs of two versions that have the same seeds; runs of one version and seed stay a pair."""
+    return {
+        arm: first[arm] | {-seed: ap for seed, ap in second[arm].items()}
+        for arm in first.keys() & second.keys()
+    }
 
 
 def combined(scores: Scores, *pairs: tuple[str, str]) -> Difference | None:
@@ -67,7 +75,10 @@ QUESTIONS = {
 
 
 def main(file: str) -> None:
-    for data, scores in read(file).items():
+    sets = read(file)
+    if "bccd, repeated" in sets:
+        sets["bccd, both"] = pooled(sets["bccd"], sets["bccd, repeated"])
+    for data, scores in sets.items():
         print(f"\n{data}\n\n| arm | AP | seeds |\n| --- | --- | --- |")
         for arm in ARMS:
             values = scores.get(arm, {})

@@ -156,7 +156,7 @@ def test_a_predictor_mixes_in_the_backbone_only(run, mix, layer):
 def test_ap_is_regained_on_photos_of_another_color(tmp_path):
     """AP 17.2 on photos like those of the training, 18.9 mixed; with less red and green light 3.4, 10.6 mixed.
 
-    With statistics of these photos, ADAPTED.
+    With statistics of these photos 18.0.
     """
     shapes = tmp_path / "shapes"
     sizes = {"min_side": 96, "max_side": 128}
