@@ -22,6 +22,9 @@ _LONGEST = 30.0  # seconds of timing with more rounds than the least
 _IMAGES = 8  # of a timed evaluation
 LEAST_ITERATIONS = 20
 _MOST_EVALUATIONS = 5
+# a training with fewer of both has hardly begun to learn
+_FEW_ITERATIONS = 500
+_FEW_PASSES = 3
 # of the time is planned; checkpoints and slower steps need the rest
 PLANNED_SHARE = 0.95
 
@@ -127,6 +130,26 @@ def budget_of(minutes: float, step: float, evaluation: float) -> Budget:
     )
     reason = f"{minutes:g} min, an iteration takes {_seconds(step)}, {number} {_seconds(evaluation)}"
     return Budget(iterations, evaluations, reason)
+
+
+def few_passes(budget: Budget, step: float, evaluation: float, epoch: float) -> str:
+    """Return a warning of a length in which hardly anything is learned, or "".
+
+    Args:
+        step, evaluation: seconds.
+        epoch: iterations of a pass over the images.
+    """
+    passes = budget.iterations / epoch
+    if budget.iterations >= _FEW_ITERATIONS or passes >= _FEW_PASSES:
+        return ""
+    enough = min(_FEW_ITERATIONS, math.ceil(_FEW_PASSES * epoch))
+    # evaluations take up to a third of the time, or there is one
+    seconds = enough * step + max(evaluation, enough * step / 2)
+    minutes = math.ceil(seconds / (60 * PLANNED_SHARE))
+    return (
+        f"--minutes: {budget.iterations} iterations are {passes:.2g} passes over the images, in which hardly anything "
+        f"is learned. Fix: give {minutes} or more, smaller images or a GPU."
+    )
 
 
 def _seconds(value: float) -> str:

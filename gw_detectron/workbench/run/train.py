@@ -30,7 +30,13 @@ from .processes import in_all_processes
 from .request import RunRequest
 from .run_datasets import use_datasets
 from .start import check_same_start, open_run
-from .timing import budget_of, check_minutes, evaluation_seconds, step_seconds
+from .timing import (
+    budget_of,
+    check_minutes,
+    evaluation_seconds,
+    few_passes,
+    step_seconds,
+)
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -87,6 +93,10 @@ def _fit_into_minutes(trainer: Trainer, prepared: PreparedRun) -> dict[str, str]
     step = step_seconds({"": trainer})[""]
     evaluation = evaluation_seconds(trainer) * (2 if prepared.cfg.TEST.LOSS else 1)
     budget = budget_of(request.minutes or 0.0, step, evaluation)
+    epoch = trainer.iterations_per_epoch
+    warning = epoch and few_passes(budget, step, evaluation, epoch)
+    if warning:
+        log.warning(warning)
 
     length = {"SOLVER.MAX_ITER": budget.iterations}
     if not request.changes("TEST.EVAL_PERIOD"):

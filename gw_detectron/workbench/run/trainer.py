@@ -359,6 +359,13 @@ class Trainer(DefaultTrainer):
             hook.recent_checkpoints = sorted(map(str, earlier))
         return hook
 
+    @property
+    def iterations_per_epoch(self) -> float | None:
+        """The iterations of a pass over the images; None with a loader that is not ours."""
+        if not isinstance(self.data_loader, TrainingData):
+            return None
+        return self.data_loader.batches_per_epoch / self.cfg.SOLVER.ACCUMULATE
+
     def build_writers(self) -> list[EventWriter]:
         folder = self.cfg.OUTPUT_DIR
         metrics = Path(folder, METRICS)
@@ -369,8 +376,8 @@ class Trainer(DefaultTrainer):
             # the evaluation at the end of a run has the step after its last iteration, and stays
             purge_step = 1 + _next_iteration(start.opened.metadata, start.address)
         printer = CommonMetricPrinter(self.max_iter)
-        if isinstance(self.data_loader, TrainingData):
-            epoch = self.data_loader.batches_per_epoch / self.cfg.SOLVER.ACCUMULATE
+        epoch = self.iterations_per_epoch
+        if epoch:
             printer.logger = EpochLogger(printer.logger, self.max_iter, epoch)
         return [
             printer,

@@ -10,7 +10,7 @@ from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.commands.train import run_here as main
 from gw_detectron.workbench.run import RunRequest, prepare
 from gw_detectron.workbench.run import train as runs
-from gw_detectron.workbench.run.timing import budget_of
+from gw_detectron.workbench.run.timing import budget_of, few_passes
 
 from ...photos import photo_names, write_photos
 from ...tiny_run import words
@@ -52,6 +52,21 @@ def test_the_minutes_that_are_named_are_enough(step, evaluation):
     budget = budget_of(float(named[1]), step, evaluation)
 
     assert budget.iterations >= 20
+
+
+@pytest.mark.parametrize(
+    ("minutes", "epoch", "enough"),
+    [(8, 77.5, 50), (50, 77.5, None), (8, 9, None), (8, 5000, 106)],
+)
+def test_a_length_in_which_nothing_is_learned_is_a_warning(minutes, epoch, enough):
+    step, evaluation = 8, 220
+    warning = few_passes(budget_of(minutes, step, evaluation), step, evaluation, epoch)
+
+    assert bool(warning) is (enough is not None)
+    if enough:
+        assert f"give {enough} or more" in warning
+        better = budget_of(enough, step, evaluation)
+        assert not few_passes(better, step, evaluation, epoch)
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
