@@ -203,14 +203,28 @@ def check_folder(folder: str | Path) -> None:
         )
 
 
+class _Lines(io.TextIOBase):
+    """Writes a progress bar as lines: in a file, the bar cannot be drawn anew in its place."""
+
+    def write(self, text: str) -> int:
+        line = text.strip()
+        if line:
+            print(line, file=sys.stderr, flush=True)
+        return len(text)
+
+
 def progress_bar(
     items: Iterable[Any] | None = None, *, desc: str, unit: str, **options: Any
 ) -> Any:
-    """Create a tqdm bar, drawn on a terminal only: logs and CI get none.
+    """Create a tqdm bar; where there is no terminal, a line each minute, after the first one.
 
     Args:
         items: what is iterated; without them the bar is updated by hand.
     """
     from tqdm import tqdm  # comes with Detectron2, which some commands do not need
 
-    return tqdm(items, desc=desc, unit=unit, disable=None, mininterval=0.5, **options)
+    drawn: dict[str, Any] = {"mininterval": 0.5}
+    if not sys.stderr.isatty():
+        interval = {"mininterval": 60, "maxinterval": 60, "delay": 60}
+        drawn = {**interval, "file": _Lines(), "ncols": 100}
+    return tqdm(items, desc=desc, unit=unit, **{**drawn, **options})

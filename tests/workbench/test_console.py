@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gw_detectron.workbench.console import report_error
+from gw_detectron.workbench.console import progress_bar, report_error
 from gw_detectron.workbench.run.logs import _PlainFormatter
 
 PRINTING = """
@@ -34,6 +34,17 @@ def test_a_terminal_of_ascii_shows_escapes():
     assert done.returncode == 1
     assert done.stdout == "names: \\u7ec6\\u80de, caf\\xe9\n"
     assert done.stderr == "\nError: photos/\\u7ec6\\u80de\\x1b[31m.jpg\n"
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(capsys):
+    assert list(progress_bar(range(3), desc="drawing", unit="image")) == [0, 1, 2]
+    assert capsys.readouterr().err == ""  # within the first minute
+
+    at_once = {"mininterval": 0, "delay": 0, "miniters": 1}
+    list(progress_bar(range(3), desc="drawing", unit="image", **at_once))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 4
+    assert lines[0].startswith("drawing:   0%") and "3/3" in lines[-1]
 
 
 def test_control_characters_of_log_lines_are_escaped():
