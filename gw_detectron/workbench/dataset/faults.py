@@ -118,8 +118,7 @@ WRONG_SIZE = Fault(
 LEFT_OUT = Fault("are not read whole", "save each part as an image of 8 bits", 1)
 COPIES = Fault(
     "are copies",
-    "remove them, or validate on a part of the training images (--val-fraction 0.2); AP on images of the training is "
-    "too high",
+    "remove one of each two; AP on images of the training is too high",
     1,
 )
 

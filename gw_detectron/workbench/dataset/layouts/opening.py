@@ -117,6 +117,12 @@ def _recognize(path: Path, images: str, part: str) -> Layout:
     return voc_list(path, images) if is_voc else yolo_list(path, images)
 
 
+def _is_labelme(path: Path) -> bool:
+    with path.open("rb") as file:
+        beginning = file.read(1_000_000)
+    return b'"shapes"' in beginning and b'"imagePath"' in beginning
+
+
 def _of_folder(folder: Path, images: str) -> Layout:
     files = list_files(folder)
     xmls = [path for path in files if path.suffix.lower() == ".xml"]
@@ -136,6 +142,11 @@ def _of_folder(folder: Path, images: str) -> Layout:
     jsons = [path for path in files if path.suffix.lower() == ".json"]
     if len(jsons) == 1:
         return Layout("COCO", jsons, images or str(jsons[0].parent))
+    if jsons and _is_labelme(jsons[0]):
+        raise DataError(
+            f"'{folder}': {len(jsons)} files of LabelMe, which are not read. Fix: convert them to COCO, e.g. by the "
+            "package labelme2coco."
+        )
     masks = masks_layout(folder, files, images)
     if masks is None:
         kinds = Counter(path.suffix.lower() or "without suffix" for path in files)

@@ -24,6 +24,7 @@ from ...sound_run import config
 from .test_voc import voc_object, voc_text, write_photo
 
 BOX = "0 0.5 0.5 0.5 0.5\n"
+LABELME = '{"version": "5.5.0", "shapes": [], "imagePath": "a.jpg"}'
 
 
 @pytest.fixture
@@ -58,6 +59,7 @@ def yolo(tmp_path):
         # of KITTI
         ({"a.txt": "Car 0.00 0 -1.57 614.24"}, "found: 1 .txt"),
         ({"a.json": "{}", "b.json": "{}"}, "found: 2 .json"),
+        (dict.fromkeys(("a.json", "b.json"), LABELME), "2 files of LabelMe"),
         ({"a.xml": "<annotation/>", "b.txt": BOX}, "Pascal VOC .* and of YOLO"),
         ({"labels/a.txt": BOX}, "no photos for the labels"),
     ],
