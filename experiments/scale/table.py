@@ -26,7 +26,7 @@ def read(file: str) -> dict[str, Scores]:
 def pooled(first: Scores, second: Scores) -> Scores:
     """Join the runs of two versions that have the same seeds; runs of one version and seed stay a pair."""
     return {
-        arm: first[arm] | {-seed: ap for seed, ap in second[arm].items()}
+        arm: {**first[arm], **{-seed: ap for seed, ap in second[arm].items()}}
         for arm in first.keys() & second.keys()
     }
 
