@@ -106,7 +106,7 @@ def _photos_of(folder: str, cfg: CfgNode) -> list[dict[str, Any]]:
 
 
 def _adapt(model: nn.Module, resnet: nn.Module, photos: list[dict[str, Any]]) -> None:
-    """Give the BN layers of a ResNet the statistics of photos, in batches without padding."""
+    """Give the BN layers of a ResNet the statistics of photos, in batches of one size."""
     by_size = defaultdict(list)
     for photo in photos:
         by_size[photo["image"].shape].append(photo)
