@@ -102,32 +102,32 @@ def adapt_statistics(model: nn.Module) -> Iterator[None]:
         layer: (layer.running_mean.clone(), layer.running_var.clone())
         for layer in layers.values()
     }
-    batches: dict[nn.Module, list[tuple[Tensor, int]]] = defaultdict(list)
+    totals: dict[nn.Module, Any] = defaultdict(float)
+    images: dict[nn.Module, int] = defaultdict(int)
 
     @torch.no_grad()
     def take(layer: Any, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0].detach().double()
-        rows = x.movedim(1, 0).flatten(1)
-        count = rows.shape[1]
-        if count:
-            variance, mean = torch.var_mean(rows, dim=1, correction=0)
+        x = inputs[0]
+        if x.numel():
+            others = [0, *range(2, x.dim())]
+            variance, mean = torch.var_mean(x.double(), others, correction=0)
             _set_buffers(layer, mean, variance)
             # as BN's running average of the unbiased variance
+            count = x.numel() // x.shape[1]
             unbiased = variance * count / max(count - 1, 1)
-            batches[layer].append((torch.stack((mean, unbiased)), len(x)))
+            totals[layer] = totals[layer] + torch.stack((mean, unbiased)) * len(x)
+            images[layer] += len(x)
 
     try:
         with _hooks(layers.values(), take):
             yield
-        if not batches:
+        if not images:
             raise ValueError(_NOT_CALLED.format("BN"))
         for name, layer in layers.items():
-            if layer in batches:
-                sizes = [size for _, size in batches[layer]]
-                sums = torch.stack([values * size for values, size in batches[layer]])
-                if not sums.isfinite().all():
+            if layer in images:
+                mean, variance = totals[layer] / images[layer]
+                if not totals[layer].isfinite().all():
                     raise ValueError(_NOT_FINITE.format(name))
-                mean, variance = sums.sum(0) / sum(sizes)
                 _set_buffers(layer, mean, variance)
     except BaseException:
         for layer, statistics in before.items():

@@ -225,6 +225,6 @@ def progress_bar(
 
     drawn: dict[str, Any] = {"mininterval": 0.5}
     if not sys.stderr.isatty():
-        interval = {"mininterval": 60, "maxinterval": 60, "delay": 60}
-        drawn = {**interval, "file": _Lines(), "ncols": 100}
+        drawn = {"mininterval": 60, "maxinterval": 60, "delay": 60, "ncols": 100}
+        drawn["file"] = _Lines()
     return tqdm(items, desc=desc, unit=unit, **{**drawn, **options})

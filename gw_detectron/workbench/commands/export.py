@@ -123,7 +123,7 @@ def _differences_of(report: dict[str, Any]) -> str:
 def _export_backbone(
     args: argparse.Namespace, detector: OpenDetector
 ) -> dict[str, Any]:
-    cfg, config_file, _ = detector
+    cfg = detector.cfg
     needed = "backbone.bottom_up." if args.no_fpn else "backbone."
     model = _load(args, detector, needed)
     return export_backbone(
@@ -132,8 +132,16 @@ def _export_backbone(
         Preprocessing.from_config(cfg),
         file_format=args.format,
         fpn=not args.no_fpn,
-        source={"config": config_file, "weights": cfg.MODEL.WEIGHTS},
+        source=_source(args, detector),
     )
+
+
+def _source(args: argparse.Namespace, detector: OpenDetector) -> dict[str, str]:
+    """Say where the weights come from, and by which flag their statistics were changed."""
+    cfg, config_file, _ = detector
+    source = {"config": config_file, "weights": cfg.MODEL.WEIGHTS}
+    changed = {"mix": args.mix, "adapt": args.adapt}
+    return source | {flag: value for flag, value in changed.items() if value}
 
 
 def _load(
@@ -150,7 +158,7 @@ def _load(
 def _export_detector(
     args: argparse.Namespace, detector: OpenDetector
 ) -> dict[str, Any]:
-    cfg, config_file, checkpoint = detector
+    cfg, _, checkpoint = detector
     image = None
     if args.image:
         image = read_image_for(cfg, args.image, resize=not args.one_image)
@@ -165,5 +173,5 @@ def _export_detector(
         one_image=args.one_image,
         paste_masks=args.paste_masks,
         classes=classes_of(metadata),
-        source={"config": config_file, "weights": cfg.MODEL.WEIGHTS},
+        source=_source(args, detector),
     )

@@ -83,6 +83,6 @@ def add_statistics_flags(parser: argparse.ArgumentParser, effect: str) -> None:
         "--adapt",
         default="",
         metavar="FOLDER",
-        help=f"{effect} statistics of up to 32 photos of this folder in these layers: of the new camera or laboratory, "
-        "without labels",
+        help=f"{effect} statistics of up to 32 photos of this folder in the BN layers of the backbone: 8 or more of "
+        "the new camera or laboratory, without labels",
     )

@@ -13,7 +13,7 @@ from detectron2.data import DatasetCatalog, DatasetMapper
 from detectron2.utils import comm
 from torch import nn
 
-from ...errors import ConfigError, UserError, existing_path
+from ...errors import ConfigError, DataError, UserError, existing_path
 from ...layers import adapt_statistics, measure_statistics
 from ...layers.mixed_norms import MixedNorm
 from ...norms import mix_statistics, mixture_name, norm_rows
@@ -56,7 +56,7 @@ def change_statistics(
 
     Raises:
         NormError: a wrong mixture, or no BN layer.
-        ConfigError: both are given, or photos are needed and cannot be read.
+        ConfigError: both are given, the detector mixes already, or photos are needed and cannot be read.
     """
     if mix and adapt:
         raise ConfigError(
@@ -67,8 +67,12 @@ def change_statistics(
     photos = _photos_of(adapt, cfg) if adapt else []
 
     resnet = _resnet_of(model)
+    flag = "--mix" if mix else "--adapt"
+    if any(isinstance(layer, MixedNorm) for layer in resnet.modules()):
+        raise ConfigError(
+            f"{flag}: the detector was trained with statistics of each image (MixBN or MixGW). Fix: leave it out."
+        )
     if any(row.spec == "FrozenBN" for row in norm_rows(resnet)):
-        flag = "--mix" if mix else "--adapt"
         count = _measure(model, resnet, cfg, weights, needed_by=f"{flag}: FrozenBN")
         log.info(
             "%s: FrozenBN has the statistics of %d training photos now", flag, count
@@ -87,21 +91,23 @@ def change_statistics(
 
 
 def _photos_of(folder: str, cfg: CfgNode) -> list[dict[str, Any]]:
-    """Return inputs of a detector: photos of a folder, evenly spread."""
+    """Return inputs of a detector: photos of a folder, evenly spread, without those that cannot be read."""
     folder = existing_path("--adapt", folder, os.path.isdir)
-    files = evenly_spread(find_images(folder), _PHOTOS)
-    if len(files) < _FEWEST:
-        raise ConfigError(
-            f"--adapt ('{folder}'): has {len(files)} photos. Fix: give {_FEWEST} or more of the new place, or take "
-            "--mix 0.5, which needs none."
-        )
-
     photos = []
-    for file in files:
-        pixels = read_image(file, cfg.INPUT.FORMAT, cfg.INPUT.PERCENTILES)
-        height, width = pixels.shape[:2]
-        image = evaluation_input(pixels, cfg)
-        photos.append({"image": image, "height": height, "width": width})
+    for file in evenly_spread(find_images(folder), _PHOTOS):
+        try:
+            pixels = read_image(file, cfg.INPUT.FORMAT, cfg.INPUT.PERCENTILES)
+        except DataError as error:
+            log.warning("--adapt: a photo is left out: %s", error)
+            continue
+        # without a height and width, masks have the size of the input
+        photos.append({"image": evaluation_input(pixels, cfg)})
+
+    if len(photos) < _FEWEST:
+        raise ConfigError(
+            f"--adapt ('{folder}'): photos that can be read: {len(photos)}. Fix: give {_FEWEST} or more of the new "
+            "place, or take --mix 0.5, which needs none."
+        )
     return photos
 
 
@@ -192,8 +198,9 @@ def _measure(
 def _share(resnet: nn.Module) -> None:
     """Give all processes the statistics of the first, to the last bit."""
     if comm.get_world_size() > 1:
-        state = {name: value.cpu() for name, value in resnet.state_dict().items()}
-        resnet.load_state_dict(comm.all_gather(state)[0])
+        state = resnet.state_dict().items()
+        vectors = {name: value.cpu() for name, value in state if value.dim() == 1}
+        resnet.load_state_dict(comm.all_gather(vectors)[0], strict=False)
 
 
 def _training_records(cfg: CfgNode, record: str) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ _LONGEST = 30.0  # seconds of timing with more rounds than the least
 _IMAGES = 8  # of a timed evaluation
 LEAST_ITERATIONS = 20
 _MOST_EVALUATIONS = 5
-# a training with fewer of both has hardly begun to learn
+# a training from scratch with fewer of both has hardly begun to learn
 _FEW_ITERATIONS = 500
 _FEW_PASSES = 3
 # of the time is planned; checkpoints and slower steps need the rest
@@ -147,8 +147,8 @@ def few_passes(budget: Budget, step: float, evaluation: float, epoch: float) -> 
     seconds = enough * step + max(evaluation, enough * step / 2)
     minutes = math.ceil(seconds / (60 * PLANNED_SHARE))
     return (
-        f"--minutes: {budget.iterations} iterations are {passes:.2g} passes over the images, in which hardly anything "
-        f"is learned. Fix: give {minutes} or more, smaller images or a GPU."
+        f"--minutes: {budget.iterations} iterations are {passes:.2g} passes over the images, in which a detector from "
+        f"scratch hardly learns anything. Fix: give {minutes} or more, smaller images or a GPU."
     )
 
 

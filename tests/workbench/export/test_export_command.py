@@ -119,6 +119,7 @@ def test_mixed_statistics_are_exported(trained, tmp_path, quick_file):
     report = json.loads((output / "parity.json").read_text())
     mixed = [norm for norm in report["norm_layers"] if norm.startswith("MixBN:")]
     assert mixed == ["MixBN:alpha=0.5,mean=0.5,eps=1e-05"]
+    assert report["source"]["mix"] == "0.5"
 
 
 @pytest.mark.parametrize("parts", [[], ["--no-fpn"]])

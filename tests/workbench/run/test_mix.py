@@ -1,5 +1,7 @@
 """``--mix`` and ``--adapt``: evaluation and prediction of a BN detector with other statistics than its own."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -78,16 +80,44 @@ def test_a_training_does_not_take_it(tmp_path, flag):
 
 def test_photos_are_given_where_they_are_needed(run, tmp_path, photos):
     few = tmp_path / "few"
-    few.mkdir()
-    Image.new("RGB", (64, 64)).save(few / "1.png")
+    shutil.copytree(photos, few)
+    for path in find_images(few)[:5]:
+        path.write_bytes(path.read_bytes()[:100])
     wrong = {
-        "has 1 photos": {"adapt": str(few)},
+        "can be read: 7": {"adapt": str(few)},
         "no_such": {"adapt": "no_such"},
         "together": {"adapt": photos, "mix": "0.5"},
     }
     for words, given in wrong.items():
         with pytest.raises(UserError, match=words):
             open_predictor(run, device="cpu", **given)
+
+
+@pytest.mark.parametrize("given", [{"mix": "0.5"}, {"adapt": "photos"}])
+def test_a_detector_that_mixes_already_is_refused(run, photos, tmp_path, given):
+    """FrozenBN with MixBN, as fine-tuning by three keys makes it."""
+    keys = {
+        "MODEL__WEIGHTS": str(run / "model_final.pth"),
+        "MODEL__RESNETS__NORM": "FrozenBN",
+        "MODEL__RESNETS__WHITEN_NORM": "MixBN",
+        "MODEL__RESNETS__WHITEN_POSITIONS": "S1-B1",
+    }
+    main(arguments(tmp_path, **keys, DATASETS__TEST="()"))
+
+    if "adapt" in given:
+        given = {"adapt": photos}
+    with pytest.raises(ConfigError, match="trained with statistics of each image"):
+        open_predictor(tmp_path, device="cpu", **given)
+
+
+def test_an_unreadable_photo_is_left_out(run, photos, tmp_path, caplog):
+    shutil.copytree(photos, tmp_path / "photos")
+    path = find_images(tmp_path / "photos")[0]
+    path.write_bytes(path.read_bytes()[:100])
+
+    open_predictor(run, device="cpu", adapt=str(tmp_path / "photos"))
+
+    assert f"a photo is left out: image ('{path}')" in caplog.text
 
 
 def test_a_predictor_adapts_bn_to_the_photos_of_a_folder(run, photos):
