@@ -68,7 +68,8 @@ def change_statistics(
 
     resnet = _resnet_of(model)
     flag = "--mix" if mix else "--adapt"
-    if any(isinstance(layer, MixedNorm) for layer in resnet.modules()):
+    mixed = [layer for layer in resnet.modules() if isinstance(layer, MixedNorm)]
+    if any(any(layer.mixture) for layer in mixed):
         raise ConfigError(
             f"{flag}: the detector was trained with statistics of each image (MixBN or MixGW). Fix: leave it out."
         )
