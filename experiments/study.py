@@ -63,8 +63,8 @@ class ResultsFile:
 
 
 def best_rate(rates: Sequence[float], score: Callable[[float], float]) -> float:
-    """Score all learning rates, and return the best."""
-    return max(rates, key=score)
+    """Score all learning rates, if there are several, and return the best."""
+    return max(rates, key=score) if len(rates) > 1 else rates[0]
 
 
 def climb(rates: Sequence[float], score: Callable[[float], float]) -> float:

@@ -1,4 +1,4 @@
-r"""Fine-tune detectors from BN weights: part 2 of PLAN.md.
+r"""Fine-tune detectors from BN weights: parts 2 to 2d of PLAN.md.
 
 python -m experiments.bn_weights.finetune SETTING TRAIN.json CHOOSE.json TEST.json IMAGES WEIGHTS RESULTS.csv OUTPUT \
     ARM ...
@@ -26,6 +26,7 @@ from ..study import ResultsFile, best_rate, climb, score_arms, train
 KEYS = ("data", "arm", "rate", "seed")
 VALUES = ("AP", "seconds")
 SEEDS = (1, 2, 3)
+REFERENCE = "FrozenBN"
 #: share of the iterations in which a ramp reaches its end
 RAMP = 0.4
 
@@ -38,6 +39,7 @@ class Setting:
     iterations: int = 400
     rates: tuple[float, ...] = (0.01, 0.02, 0.04)
     search: Callable[..., float] = best_rate
+    reference_rates: tuple[float, ...] = ()  # of FrozenBN, if others
 
 
 SETTINGS = {
@@ -49,6 +51,13 @@ SETTINGS = {
         (0.005, 0.01, 0.02, 0.04),
         climb,
     ),
+    "nuclei, boxes, from a backbone": Setting(
+        "experiments/bn_weights/nuclei_boxes.yaml",
+        200,
+        (0.02,),
+        reference_rates=(0.01, 0.02, 0.04),
+    ),
+    "bccd, from a backbone": Setting("experiments/real_images/bccd.yaml", 400, (0.04,)),
     "bccd, more photos": Setting(
         "experiments/real_images/bccd.yaml", 100, (0.0025, 0.005, 0.01, 0.02), climb
     ),
@@ -129,6 +138,9 @@ def main(
 
     file = ResultsFile(results, KEYS, VALUES)
     keys = [(name, arm) for arm in arms or ARMS]
+    if setting.reference_rates and (name, REFERENCE) in keys:
+        keys.remove((name, REFERENCE))
+        score_arms(file, [(name, REFERENCE)], run, setting.reference_rates, SEEDS)
     score_arms(file, keys, run, setting.rates, SEEDS, setting.search)
 
 

@@ -25,19 +25,22 @@ RATE = 0.1
 SIDE = 64
 
 
+def normalize() -> list[nn.Module]:
+    """Return the transforms that give pixels the mean and the scale that torchvision's networks take."""
+    scale = torch.tensor(TORCHVISION.pixel_std) / 255
+    mean = torch.tensor(TORCHVISION.pixel_mean) / 255
+    return [
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(mean.tolist(), scale.tolist()),
+    ]
+
+
 def images_of(folder: str, train: bool) -> ImageFolder:
     """Read folders of classes; training images are cropped and flipped at random."""
     steps: list[nn.Module] = [v2.ToImage()]
     if train:
         steps += [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()]
-    scale = torch.tensor(TORCHVISION.pixel_std) / 255
-    mean = torch.tensor(TORCHVISION.pixel_mean) / 255
-    steps += [
-        v2.Resize(SIDE),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize(mean.tolist(), scale.tolist()),
-    ]
-    return ImageFolder(folder, v2.Compose(steps))
+    return ImageFolder(folder, v2.Compose([*steps, v2.Resize(SIDE), *normalize()]))
 
 
 @torch.no_grad()
