@@ -3,24 +3,39 @@
 python -m experiments.bn_weights.convert_run DATA OUTPUT RUN ...
 
 DATA is the folder of the photos that the detectors were trained on. Writes OUTPUT/bn_1.pth (BN) and OUTPUT/gw_1.pth
-(GW, its scales divided as in convert.py) for the first run, bn_2.pth and gw_2.pth for the second, and so on.
+(GW, its scales divided by the standard deviation of its output, which is 1 after BN) for the first run, bn_2.pth and
+gw_2.pth for the second, and so on.
 """
 
 import itertools
 import sys
+import warnings
 
 import torch
 from detectron2.data import build_detection_test_loader
 from detectron2.data.datasets import register_coco_instances
 from detectron2.modeling import GeneralizedRCNN
+from torch import Tensor, nn
 
+from gw_detectron import convert_norms
+from gw_detectron.layers import match_scales
+from gw_detectron.norms.conversion import Plan
 from gw_detectron.weights import GWDetectionCheckpointer
 from gw_detectron.weights.loading import load_model, open_detector
 
-from .convert import convert_calibrated
-
 #: that calibrate the scales
 PHOTOS = 32
+
+
+@torch.no_grad()
+def convert_calibrated(model: nn.Module, plan: Plan, images: Tensor) -> None:
+    """Give a network in evaluation mode other norms, and divide scales of GW for these images."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the statistics that GW and GN lose
+        convert_norms(model, plan)
+
+    with match_scales(model):
+        model(images)
 
 
 @torch.no_grad()

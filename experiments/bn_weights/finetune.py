@@ -1,65 +1,43 @@
-r"""Fine-tune detectors from BN weights: parts 2 to 2d of PLAN.md.
+r"""Fine-tune detectors of blood cells: parts 2b and 2c of PLAN.md.
 
 python -m experiments.bn_weights.finetune SETTING TRAIN.json CHOOSE.json TEST.json IMAGES WEIGHTS RESULTS.csv OUTPUT \
     ARM ...
 
-WEIGHTS names the files of convert.py, "output/r18_{norm}.pkl", or of convert_run.py and adapt_run.py,
-"output/{norm}_{seed}.pth". Runs with seed 0 choose the learning rate of an arm on CHOOSE; the others are scored on
-TEST. Rows that the file has already are not trained again.
+WEIGHTS names the files of convert_run.py and adapt_run.py, "output/{norm}_{seed}.pth". Runs with seed 0 choose the
+learning rate of an arm on CHOOSE; the others are scored on TEST. Rows that the file has already are not trained again.
 """
 
-import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gw_detectron.layers.mixed_norms import MixedNorm
 from gw_detectron.workbench.compare.plan import SEARCH_SEED, norm_keys
-from gw_detectron.workbench.run import Trainer
 
-from ..study import ResultsFile, best_rate, climb, score_arms, train
+from ..study import ResultsFile, climb, score_arms, train
 
 KEYS = ("data", "arm", "rate", "seed")
 VALUES = ("AP", "seconds")
 SEEDS = (1, 2, 3)
-REFERENCE = "FrozenBN"
-#: share of the iterations in which a ramp reaches its end
-RAMP = 0.4
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A config, the length of a training, the learning rates, and how one of them is chosen."""
+    """A config, the length of a training, and the learning rates of which one is chosen."""
 
     config: str
-    iterations: int = 400
-    rates: tuple[float, ...] = (0.01, 0.02, 0.04)
-    search: Callable[..., float] = best_rate
-    reference_rates: tuple[float, ...] = ()  # of FrozenBN, if others
+    iterations: int
+    rates: tuple[float, ...]
 
 
 SETTINGS = {
-    "bccd": Setting("experiments/real_images/bccd.yaml"),
-    "nuclei": Setting("experiments/real_images/nuclei.yaml"),
     "nuclei, boxes": Setting(
-        "experiments/bn_weights/nuclei_boxes.yaml",
-        200,
-        (0.005, 0.01, 0.02, 0.04),
-        climb,
+        "experiments/bn_weights/nuclei_boxes.yaml", 200, (0.005, 0.01, 0.02, 0.04)
     ),
-    "nuclei, boxes, from a backbone": Setting(
-        "experiments/bn_weights/nuclei_boxes.yaml",
-        200,
-        (0.02,),
-        reference_rates=(0.01, 0.02, 0.04),
-    ),
-    "bccd, from a backbone": Setting("experiments/real_images/bccd.yaml", 400, (0.04,)),
     "bccd, more photos": Setting(
-        "experiments/real_images/bccd.yaml", 100, (0.0025, 0.005, 0.01, 0.02), climb
+        "experiments/real_images/bccd.yaml", 100, (0.0025, 0.005, 0.01, 0.02)
     ),
 }
 
@@ -70,34 +48,18 @@ class Arm:
 
     norms: str
     weights: str = "bn"
-    ramps: bool = False
 
 
 ARMS = {
     "FrozenBN": Arm("FrozenBN"),
     "FrozenBN, trainable": Arm("FrozenBN+MixGW:alpha=0@S1-B1"),
     "MixGW 0.5": Arm("FrozenBN+MixGW@S1-B1"),
-    "MixGW 0.5, ramped": Arm("FrozenBN+MixGW@S1-B1", ramps=True),
     "mean 0.5": Arm("FrozenBN+MixGW:alpha=0,mean=0.5@S1-B1"),
     "MixBN 0.5": Arm("FrozenBN+MixBN@S1-B1"),
     "GW, converted": Arm("FrozenBN+GW@S1-B1", "gw"),
-    "GN, converted": Arm("GN", "gn"),
     "GW:iters=2, from scratch": Arm("GW:iters=2", ""),
-    "GW, from scratch": Arm("GW", ""),
     "FrozenBN, adapted": Arm("FrozenBN", "adapted"),
 }
-
-
-class RampTrainer(Trainer):
-    """A trainer whose mixed norms begin as FrozenBN."""
-
-    def run_step(self) -> None:
-        part = min(self.iter / (RAMP * self.max_iter), 1.0)
-        share = 0.5 * (1 - math.cos(math.pi * part))
-        for layer in self.model.modules():
-            if isinstance(layer, MixedNorm):
-                layer.alpha = layer.mean = 0.5 * share
-        super().run_step()
 
 
 def keys_of(arm: Arm, weights: str, seed: int) -> dict[str, Any]:
@@ -133,15 +95,11 @@ def main(
         }
         val_json = choose_json if seed == SEARCH_SEED else test_json
         files = (train_json, val_json, images)
-        trainer = RampTrainer if ARMS[arm].ramps else Trainer
-        return train(setting.config, files, setting.iterations, keys, trainer)
+        return train(setting.config, files, setting.iterations, keys)
 
     file = ResultsFile(results, KEYS, VALUES)
     keys = [(name, arm) for arm in arms or ARMS]
-    if setting.reference_rates and (name, REFERENCE) in keys:
-        keys.remove((name, REFERENCE))
-        score_arms(file, [(name, REFERENCE)], run, setting.reference_rates, SEEDS)
-    score_arms(file, keys, run, setting.rates, SEEDS, setting.search)
+    score_arms(file, keys, run, setting.rates, SEEDS, climb)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torchvision.models import resnet18
 
-from experiments.bn_weights.convert import convert_calibrated
+from experiments.bn_weights.convert_run import convert_calibrated
+from experiments.bn_weights.imagenet import ARMS, EfficientNetLite, prepare_start
 from experiments.study import ResultsFile, climb, score_arms
-from gw_detectron import GroupWhitening2d
+from gw_detectron import GroupWhitening2d, norm_spec
 
 
 def test_results_file_continues(tmp_path: Path) -> None:
@@ -107,3 +109,46 @@ def test_converted_network_has_unit_variance_after_whitening() -> None:
     # the scale of this BN is 1 everywhere
     assert len(layers) == 9
     torch.testing.assert_close(deviations, [1.0] * 9, rtol=1e-3, atol=0)
+
+
+@pytest.fixture(scope="module")
+def lite_weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    network = EfficientNetLite().network.train()
+    network(torch.randn(4, 3, 64, 64))  # statistics of its own
+    path = tmp_path_factory.mktemp("weights") / "lite.pth"
+    # the file has other names, and the layers of the classifier after these
+    stored = [*network.state_dict().values(), torch.zeros(1000)]
+    torch.save({str(number): value for number, value in enumerate(stored)}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("arm", ["FrozenBN", "FrozenBN, adapted"])
+def test_start_from_bn_weights(lite_weights: str, arm: str) -> None:
+    images = torch.randn(8, 3, 64, 64) + 1
+    start = EfficientNetLite()
+    prepare_start(start.network, ARMS[arm], lite_weights, images)
+
+    expected = EfficientNetLite().eval()
+    stored = torch.load(lite_weights).values()
+    names = expected.network.state_dict()
+    expected.network.load_state_dict(dict(zip(names, stored, strict=False)))
+
+    difference = start(images)["stride8"] - expected(images)["stride8"]
+    assert (difference.abs().max() < 1e-4) == (arm == "FrozenBN")
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in start.modules())
+
+
+@pytest.mark.parametrize("arm", ["MixBN 0.5", "MixGW 0.5", "GW, converted"])
+def test_first_norm_of_each_block_is_replaced(lite_weights: str, arm: str) -> None:
+    start = EfficientNetLite()
+    prepare_start(start.network, ARMS[arm], lite_weights, torch.randn(8, 3, 64, 64))
+
+    kind = ARMS[arm].norm.partition(":")[0]
+    places = [
+        name
+        for name, layer in start.network.named_modules()
+        if (norm_spec(layer) or "").partition(":")[0] == kind
+    ]
+    assert len(places) == 15
+    assert all(name.endswith("bn1") for name in places)
