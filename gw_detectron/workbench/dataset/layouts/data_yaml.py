@@ -11,7 +11,7 @@ from ...images.image_files import list_files, only_images
 from .files import read_text
 
 YAML = (".yaml", ".yml")
-_NAME_FILES = ("classes.txt", "obj.names", "*.names", "_darknet.labels")
+NAME_FILES = ("classes.txt", "obj.names", "*.names", "_darknet.labels")
 
 
 def photos_of_part(path: Path, tree: Mapping[str, Any], part: str) -> list[Path]:
@@ -117,7 +117,7 @@ def find_names(folder: Path) -> tuple[list[str], Path | None]:
         if by_names:
             path = _only_one(list(by_names.values()))
             return names_in(yamls[path], path), path
-        for pattern in _NAME_FILES:
+        for pattern in NAME_FILES:
             files = sorted(place.glob(pattern))
             if files:
                 path = _only_one(files)

@@ -13,6 +13,7 @@ from ....errors import DataError, summarize_names
 from ...images.image_files import only_images
 from .content import ContentBuilder, Layout, clipped_box, with_progress
 from .data_yaml import (
+    NAME_FILES,
     find_names,
     listed_photos,
     names_in,
@@ -157,7 +158,8 @@ def _names_near(folder: Path) -> tuple[list[str], Path]:
     names, file = find_names(folder)
     if not names or file is None:
         raise DataError(
-            f"'{folder}': no names of the classes. Fix: put classes.txt there, with a name in each line."
+            f"'{folder}': no names of the classes, which data.yaml, {', '.join(NAME_FILES)} would have. Fix: put "
+            "classes.txt there, with a name in each line."
         )
     return names, file
 
