@@ -38,8 +38,7 @@ def get_parser() -> argparse.ArgumentParser:
     add(
         "--score",
         type=float,
-        default=0.5,
-        help="lowest score of a drawn or counted box of one run; default: %(default)s",
+        help="lowest score of a drawn or counted box of one run; default: that of the highest F1",
     )
     return parser
 
@@ -64,8 +63,9 @@ def main(args: argparse.Namespace) -> None:
             print(f"{task} AP {scores['AP']:.1f}")
     errors = numbers.get("errors", {})
     if errors.get("best_f1"):
+        shown = "these" if args.score is None else f"scores from {args.score:g}"
         print(
             f"Highest F1: {errors['best_f1']:.2f}, for scores above {errors['best_threshold']:.3g}. The page shows "
-            f"scores from {args.score:g} (--score)."
+            f"{shown} (--score)."
         )
     print(f"Report: {folder / PAGE}")

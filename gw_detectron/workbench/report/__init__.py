@@ -26,7 +26,7 @@ def write_report(
     folder: str | os.PathLike[str],
     *,
     images: int = 4,
-    score: float = 0.5,
+    score: float | None = None,
     output: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Write ``report.html``, which contains its pictures, and ``report.json``.

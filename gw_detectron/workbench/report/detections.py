@@ -193,42 +193,58 @@ class Detections:
         before the match.
         """
         results = [result for result in self.results if result["score"] >= score]
+        found = self._matched(results, by_class=False)
+        pairs = zip(sorted(self.truth.imgs), found, strict=True)
+        return [
+            self._sort_out(image_id, matches, results) for image_id, matches in pairs
+        ]
+
+    def _matched(
+        self, results: Sequence[Entry], *, by_class: bool
+    ) -> list[dict[str, Any] | None]:
+        """Return pycocotools' matches of all boxes at an IoU of 0.5, for each image, or each class and image."""
         evaluation = self._evaluation(results, "bbox")
         params = evaluation.params
-        params.useCats = 0
+        params.useCats = int(by_class)
         params.iouThrs = np.array([_IOU])
         params.maxDets = [len(results)]
         params.areaRng = [[0, np.inf]]
         params.areaRngLbl = ["all"]
         with _quiet():
             evaluation.evaluate()
+        return evaluation.evalImgs
 
-        pairs = zip(sorted(self.truth.imgs), evaluation.evalImgs, strict=True)
-        return [
-            self._sort_out(image_id, matches, results) for image_id, matches in pairs
-        ]
-
+    @cached_property
     def best_threshold(self) -> tuple[float, float]:
-        """Return the score above which boxes have the highest F1, and this F1.
+        """The score above which boxes have the highest F1, and this F1; 0.5 and 0 without a correct box.
 
-        F1 = 2 * correct boxes / (boxes + objects). Better boxes are matched first, so that one match serves all scores.
+        F1 = 2 * correct boxes / (boxes + objects). As in AP50, boxes are matched to objects of their class, better ones
+        first, so that one match serves all scores.
         """
         found = []
-        for image in self.match(0.0):
-            for match in image.matches:
-                if match.detection:
-                    found.append((match.detection["score"], match.kind == CORRECT))
-        if not found:
-            return 0.5, 0.0
-
+        for entry in self._matched(self.results, by_class=True):
+            if entry is not None:
+                rows = zip(
+                    entry["dtScores"],
+                    entry["dtMatches"][0] > 0,
+                    entry["dtIgnore"][0],
+                    strict=True,
+                )
+                found += [
+                    (score, is_correct)
+                    for score, is_correct, ignored in rows
+                    if not ignored
+                ]
         found.sort(reverse=True)
-        scores, is_correct = map(np.array, zip(*found, strict=True))
+        scores, is_correct = np.array(found).reshape(-1, 2).T
         boxes = np.arange(1, len(scores) + 1)
         f1 = 2 * np.cumsum(is_correct) / (boxes + len(self.objects))
 
         # between two scores, as predictions are those above
         lower = np.append(scores[1:], 0.0)
         f1[scores == lower] = 0
+        if not f1.any():
+            return 0.5, 0.0
         best = int(np.argmax(f1))
         return float(scores[best] + lower[best]) / 2, float(f1[best])
 

@@ -52,20 +52,23 @@ class RunFolder:
     Args:
         folder: ``OUTPUT_DIR`` of the run.
         images: number of images that its report draws with predictions, and with errors.
-        score: lowest score of a detection, for errors and pictures.
+        score: lowest score of a detection, for errors and pictures; None takes that of the highest F1.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], images: int = 4, score: float = 0.5
+        self,
+        folder: str | os.PathLike[str],
+        images: int = 4,
+        score: float | None = None,
     ) -> None:
         check_minimum("--images", images)
-        if not 0 <= score <= 1:
+        if score is not None and not 0 <= score <= 1:
             raise ConfigError(
                 f"--score ({score}): not between 0 and 1. Fix: give e.g. 0.5."
             )
         self.folder = Path(folder)
         self.most_drawn = images
-        self.score = score
+        self._score = score
         #: what the labels differ in from those of the run, and what was completed in them
         self.notes: list[str] = []
 
@@ -80,6 +83,13 @@ class RunFolder:
                 "gw-detectron train."
             )
         self.cfg: CfgNode = read_config(self.config_file)
+
+    @property
+    def score(self) -> float:
+        """The lowest score of a detection, for errors and pictures."""
+        if self._score is None:
+            return self.detections.best_threshold[0]
+        return self._score
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:

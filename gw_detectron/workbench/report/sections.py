@@ -236,11 +236,11 @@ def errors(run: RunFolder) -> Section:
         "class with the largest IoU, at least 0.5. A box without a match is a duplicate of a "
         "matched object, poor (IoU from 0.1), or background."
     )
-    threshold, f1 = run.detections.best_threshold()
+    threshold, f1 = run.detections.best_threshold
     if f1:
         text += (
-            f" On these images, F1 (harmonic mean of precision and recall) is highest, {f1:.2f}, for scores above "
-            f"{threshold:.3g}: predict --score-threshold best takes them."
+            " With boxes matched to objects of their class, F1 (harmonic mean of precision and recall) is highest, "
+            f"{f1:.2f}, for scores above {threshold:.3g}: predict --score-threshold best takes them."
         )
     table = Table(["", "boxes or objects"], list(kinds.items()))
     numbers = {

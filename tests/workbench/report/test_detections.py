@@ -98,14 +98,25 @@ def test_a_hand_made_image_is_matched():
 
 
 def test_the_score_of_the_best_f1():
-    threshold, f1 = detections(TRUTH, FOUND).best_threshold()
+    threshold, f1 = detections(TRUTH, FOUND).best_threshold
     assert threshold == pytest.approx((0.9 + 0.8) / 2)
     assert f1 == 2 / (1 + 4)
     more = [*FOUND, (1, CAT, [80, 0, 20, 20], 0.75), (2, DOG, [100, 50, 20, 20], 0.72)]
-    threshold, f1 = detections(TRUTH, more).best_threshold()
+    threshold, f1 = detections(TRUTH, more).best_threshold
     assert threshold == pytest.approx((0.72 + 0.7) / 2)
     assert f1 == 6 / (4 + 4)
-    assert detections(TRUTH, []).best_threshold() == (0.5, 0.0)
+    assert detections(TRUTH, []).best_threshold == (0.5, 0.0)
+
+
+def test_a_box_of_another_class_does_not_take_the_object_from_f1():
+    truth = [(1, CAT, [0, 0, 20, 20], 0)]
+    found = [(1, DOG, [0, 0, 20, 20], 0.9), (1, CAT, [0, 0, 20, 20], 0.8)]
+
+    score, f1 = detections(truth, found).best_threshold
+    assert (score, f1) == (pytest.approx(0.4), pytest.approx(2 / 3))
+    # the kinds of errors compare no classes before the match
+    kinds = [match.kind for match in detections(truth, found).match(0.0)[0].matches]
+    assert kinds == ["wrong class", "duplicate"]
 
 
 def test_objects_found_at_no_score_are_counted_by_the_reason():
