@@ -77,3 +77,4 @@ $(STAMPS)/package: pyproject.toml setup.py $(STAMPS)/detectron2
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@$(PIP) check
 	@touch $@
+	@echo "Next: source $(BIN)/activate, then gw-detectron doctor"

@@ -27,6 +27,8 @@ _FEW_ITERATIONS = 500
 _FEW_PASSES = 3
 # of the time is planned; checkpoints and slower steps need the rest
 PLANNED_SHARE = 0.95
+# of the planned time that several evaluations may take
+_EVALUATING_SHARE = 0.2
 
 
 def step_seconds(trainers: Mapping[str, Trainer]) -> dict[str, float]:
@@ -106,7 +108,7 @@ class Budget(NamedTuple):
 def budget_of(minutes: float, step: float, evaluation: float) -> Budget:
     """Return the iterations and evaluations that fit into minutes, from the seconds of each.
 
-    Evaluations take at most a third of the time, but there is one in any case.
+    Several evaluations take at most a fifth of the time, but there is one in any case.
 
     Raises:
         ConfigError: the time is not enough for 20 iterations and an evaluation.
@@ -115,7 +117,7 @@ def budget_of(minutes: float, step: float, evaluation: float) -> Budget:
     for evaluations in range(_MOST_EVALUATIONS, 0, -1):
         spent = evaluations * evaluation
         iterations = int((seconds - spent) / step)
-        if spent <= seconds / 3 and iterations >= LEAST_ITERATIONS:
+        if spent <= _EVALUATING_SHARE * seconds and iterations >= LEAST_ITERATIONS:
             break
 
     if iterations < LEAST_ITERATIONS:
@@ -132,23 +134,35 @@ def budget_of(minutes: float, step: float, evaluation: float) -> Budget:
     return Budget(iterations, evaluations, reason)
 
 
-def few_passes(budget: Budget, step: float, evaluation: float, epoch: float) -> str:
-    """Return a warning of a length in which hardly anything is learned, or "".
+def few_passes(
+    budget: Budget, step: float, evaluation: float, epoch: float, usual: int = 0
+) -> str:
+    """Return a warning of a length that is much shorter than usual, or "".
 
     Args:
         step, evaluation: seconds.
         epoch: iterations of a pass over the images.
+        usual: the iterations of the recipe; 0 if there is none.
     """
     passes = budget.iterations / epoch
-    if budget.iterations >= _FEW_ITERATIONS or passes >= _FEW_PASSES:
+    if usual:
+        enough = usual
+        is_short = budget.iterations < usual / 2
+        why = f"and --auto takes {usual:,}, for a higher AP"
+    else:
+        enough = min(_FEW_ITERATIONS, math.ceil(_FEW_PASSES * epoch))
+        is_short = budget.iterations < enough
+        why = "in which a detector from scratch hardly learns anything"
+    if not is_short:
         return ""
-    enough = min(_FEW_ITERATIONS, math.ceil(_FEW_PASSES * epoch))
-    # evaluations take up to a third of the time, or there is one
-    seconds = enough * step + max(evaluation, enough * step / 2)
+
+    training = enough * step
+    evaluating = training * _EVALUATING_SHARE / (1 - _EVALUATING_SHARE)
+    seconds = training + max(evaluation, evaluating)
     minutes = math.ceil(seconds / (60 * PLANNED_SHARE))
     return (
-        f"--minutes: {budget.iterations} iterations are {passes:.2g} passes over the images, in which a detector from "
-        f"scratch hardly learns anything. Fix: give {minutes} or more, smaller images or a GPU."
+        f"--minutes: {budget.iterations:,} iterations are {passes:.2g} passes over the images, {why}. Fix: give "
+        f"{minutes} or more, smaller images or a GPU."
     )
 
 

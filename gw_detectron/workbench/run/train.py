@@ -26,7 +26,7 @@ from ...weights.opening import config_beside
 from ..dataset.recipe import apply_recipe
 from ..dataset.registration import open_dataset
 from .bn_statistics import change_statistics
-from .processes import in_all_processes
+from .processes import in_all_processes, training_threads
 from .request import RunRequest
 from .run_datasets import use_datasets
 from .start import check_same_start, open_run
@@ -70,6 +70,8 @@ def main(request: RunRequest) -> dict | None:
 
 def _train(prepared: PreparedRun) -> dict | None:
     request = prepared.request
+    if prepared.cfg.MODEL.DEVICE == "cpu":
+        torch.set_num_threads(training_threads())
     trainer = Trainer(
         prepared.cfg,
         resume=request.resume,
@@ -94,7 +96,8 @@ def _fit_into_minutes(trainer: Trainer, prepared: PreparedRun) -> dict[str, str]
     evaluation = evaluation_seconds(trainer) * (2 if prepared.cfg.TEST.LOSS else 1)
     budget = budget_of(request.minutes or 0.0, step, evaluation)
     epoch = trainer.iterations_per_epoch
-    warning = epoch and few_passes(budget, step, evaluation, epoch)
+    usual = prepared.cfg.SOLVER.MAX_ITER if request.auto else 0
+    warning = epoch and few_passes(budget, step, evaluation, epoch, usual)
     if warning:
         log.warning(warning)
 

@@ -19,7 +19,11 @@ from gw_detectron.errors import ConfigError, NonFiniteError, PreflightError, Use
 from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.console import errors_reported
-from gw_detectron.workbench.run.processes import in_all_processes, launch_from_args
+from gw_detectron.workbench.run.processes import (
+    in_all_processes,
+    launch_from_args,
+    training_threads,
+)
 from gw_detectron.workbench.run.start import check_same_start
 from gw_detectron.workbench.signals import Interrupted
 
@@ -34,6 +38,15 @@ CASES = str(Path(__file__).with_name("distributed_cases.py"))
 LIMIT = 280  # seconds for a whole run on a busy machine
 END = 90  # seconds within which all processes end after one of them has failed
 TWO_IMAGES_EACH = {"SOLVER__IMS_PER_BATCH": 4}
+
+
+@pytest.mark.parametrize(
+    ("asked", "runs", "threads"), [("", 1, 7), ("", 3, 1), ("", 8, 1), ("8", 2, 8)]
+)
+def test_a_training_leaves_a_core_to_its_loaders(monkeypatch, asked, runs, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    assert training_threads(runs) == threads
 
 
 def launch_two(

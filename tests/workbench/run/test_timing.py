@@ -21,7 +21,7 @@ from ...tiny_run import words
     [
         (10, 0.5, 10, 1040, 5),
         (10, 0.5, 100, 940, 1),
-        (60, 0.5, 300, 5040, 3),
+        (60, 0.5, 300, 5640, 2),
         (1, 1, 30, 27, 1),
     ],
 )
@@ -56,7 +56,7 @@ def test_the_minutes_that_are_named_are_enough(step, evaluation):
 
 @pytest.mark.parametrize(
     ("minutes", "epoch", "enough"),
-    [(8, 77.5, 50), (50, 77.5, None), (8, 9, None), (8, 5000, 106)],
+    [(8, 77.5, 41), (50, 77.5, None), (8, 9, None), (8, 5000, 88)],
 )
 def test_a_length_in_which_nothing_is_learned_is_a_warning(minutes, epoch, enough):
     step, evaluation = 8, 220
@@ -67,6 +67,16 @@ def test_a_length_in_which_nothing_is_learned_is_a_warning(minutes, epoch, enoug
         assert f"give {enough} or more" in warning
         better = budget_of(enough, step, evaluation)
         assert not few_passes(better, step, evaluation, epoch)
+
+
+def test_less_than_half_of_the_recipe_is_a_warning():
+    budget = budget_of(8, 0.74, 33)
+    warning = few_passes(budget, 0.74, 33, 109.5, usual=2847)
+    assert "iterations are 4.8 passes" in warning
+    assert "--auto takes 2,847, for a higher AP. Fix: give 47 or more" in warning
+
+    longer = budget_of(24, 0.74, 33)
+    assert not few_passes(longer, 0.74, 33, 109.5, usual=2847)
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
@@ -104,20 +114,20 @@ def test_a_run_within_minutes_and_its_resumption(tmp_path, command, monkeypatch)
     # with the losses, an evaluation takes twice as long
     monkeypatch.setattr(runs, "evaluation_seconds", lambda _: 1.0)
     monkeypatch.setattr(runs, "step_seconds", _timed)
-    main(command("--minutes", "0.51"))
+    main(command("--minutes", "0.44"))
 
     run = tmp_path / "run"
     cfg = read_config(run / "config.yaml")
     assert cfg.SOLVER.MAX_ITER == 21
-    assert cfg.TEST.EVAL_PERIOD == 6
+    assert cfg.TEST.EVAL_PERIOD == 11
     assert cfg.SOLVER.CHECKPOINT_PERIOD == 2
     assert list(cfg.SOLVER.STEPS) == [15, 18]
     assert len(list(run.glob("events.*"))) == 1
     assert (run / "last_checkpoint").read_text() == "model_final.pth"
-    assert "--minutes: SOLVER.MAX_ITER 21: 0.51 min" in (run / "log.txt").read_text()
+    assert "--minutes: SOLVER.MAX_ITER 21: 0.44 min" in (run / "log.txt").read_text()
 
     monkeypatch.setattr(runs, "step_seconds", pytest.fail)
-    main(command("--minutes", "0.51", "--resume"))
+    main(command("--minutes", "0.44", "--resume"))
     assert read_config(run / "config.yaml").SOLVER.MAX_ITER == 21
 
 
