@@ -4,7 +4,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,11 @@ PLANNED_SHARE = 0.95
 _EVALUATING_SHARE = 0.2
 
 
-def step_seconds(trainers: Mapping[str, Trainer]) -> dict[str, float]:
-    """Time the steps of trainers in turn; return the median of each.
+def step_seconds(
+    trainers: Mapping[str, Trainer],
+    average: Callable[[list[float]], float] = statistics.median,
+) -> dict[str, float]:
+    """Time the steps of trainers in turn; return the average of each.
 
     The steps change their weights, and the trainers take no further batch.
     """
@@ -48,8 +51,7 @@ def step_seconds(trainers: Mapping[str, Trainer]) -> dict[str, float]:
     for trainer in trainers.values():
         trainer.end_loading()
     return {
-        name: _slowest(statistics.median(seconds[_WARM_UP:]))
-        for name, seconds in times.items()
+        name: _slowest(average(seconds[_WARM_UP:])) for name, seconds in times.items()
     }
 
 

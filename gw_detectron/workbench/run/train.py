@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import shlex
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -92,7 +93,8 @@ def _fit_into_minutes(trainer: Trainer, prepared: PreparedRun) -> dict[str, str]
     """Time some steps of a trainer, and build it anew for the iterations that the time allows."""
     request = prepared.request
     log.info("--minutes: timing some steps and an evaluation ...")
-    step = step_seconds({"": trainer})[""]
+    # photos of several sizes take several times, whose sum counts
+    step = step_seconds({"": trainer}, statistics.fmean)[""]
     evaluation = evaluation_seconds(trainer) * (2 if prepared.cfg.TEST.LOSS else 1)
     budget = budget_of(request.minutes or 0.0, step, evaluation)
     epoch = trainer.iterations_per_epoch

@@ -131,7 +131,7 @@ def test_a_run_within_minutes_and_its_resumption(tmp_path, command, monkeypatch)
     assert read_config(run / "config.yaml").SOLVER.MAX_ITER == 21
 
 
-def _timed(trainers):
+def _timed(trainers, _):
     for trainer in trainers.values():
         trainer.model.requires_grad_(False)  # what the run must not inherit
     return dict.fromkeys(trainers, 1.0)
