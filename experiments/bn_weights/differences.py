@@ -1,4 +1,4 @@
-"""Print the AP of the arms of a results file, and their differences to some of them: parts 1b, 2b and 2c of PLAN.md.
+"""Print the AP of the arms of a results file, and their differences to some of them: parts 1b to 2d of PLAN.md.
 
 python -m experiments.bn_weights.differences RESULTS.csv ARM ...
 """

@@ -63,9 +63,13 @@ def main(args: argparse.Namespace) -> None:
             print(f"{task} AP {scores['AP']:.1f}")
     errors = numbers.get("errors", {})
     if errors.get("best_f1"):
-        shown = "these" if args.score is None else f"scores from {args.score:g}"
+        shown = (
+            "these boxes; --score changes that"
+            if args.score is None
+            else f"scores from {args.score:g} (--score)"
+        )
         print(
             f"Highest F1: {errors['best_f1']:.2f}, for scores above {errors['best_threshold']:.3g}. The page shows "
-            f"{shown} (--score)."
+            f"{shown}."
         )
     print(f"Report: {folder / PAGE}")

@@ -19,7 +19,6 @@ from ...atomic import write_json
 from ...errors import RunError
 from ..console import errors_reported
 from ..run.folder import RESULT
-from ..run.processes import training_threads
 from ..signals import end_processes
 
 LOG = "process.txt"
@@ -45,7 +44,9 @@ class Processes:
         if device != "cpu" and torch.cuda.device_count() > 1:
             self.gpus = [*_visible_gpus(torch.cuda.device_count())]
 
-        self.threads = training_threads(jobs)
+        self.threads = torch.get_num_threads()
+        if not os.environ.get("OMP_NUM_THREADS"):  # which torch obeys
+            self.threads = max(1, self.threads // jobs)
 
     def start(self, work: Callable[..., Any], folder: Path, *args: Any) -> BaseProcess:
         """Start ``work(folder, *args)`` on the GPU with the fewest processes."""

@@ -226,7 +226,8 @@ class Detections:
             if entry is not None:
                 rows = zip(
                     entry["dtScores"],
-                    entry["dtMatches"][0] > 0,
+                    # not by dtMatches: the id of an annotation may be 0
+                    np.isin(entry["dtIds"], entry["gtMatches"][0]),
                     entry["dtIgnore"][0],
                     strict=True,
                 )

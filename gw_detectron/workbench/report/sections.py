@@ -209,7 +209,7 @@ def predictions(run: RunFolder) -> Section:
     """Draw ground truth and detections of images that are spread over the dataset."""
     images = [image for image in run.matches if image.matches] or run.matches
     pictures = [_photos(run, image) for image in evenly_spread(images, run.most_drawn)]
-    text = f"Ground truth, and detections with a score of at least {run.score:g}. Errors are named."
+    text = f"Ground truth, and detections with a score of at least {run.score:.3g}. Errors are named."
     return Section(text=text, pictures=pictures)
 
 
@@ -232,7 +232,7 @@ def errors(run: RunFolder) -> Section:
             listed.append(entry)
 
     text = (
-        f"Boxes with a score of at least {run.score:g} are matched to the unmatched object of any "
+        f"Boxes with a score of at least {run.score:.3g} are matched to the unmatched object of any "
         "class with the largest IoU, at least 0.5. A box without a match is a duplicate of a "
         "matched object, poor (IoU from 0.1), or background."
     )

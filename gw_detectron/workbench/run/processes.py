@@ -43,16 +43,20 @@ def launch_from_args(main: Main, args: argparse.Namespace) -> None:
             _launch(main, args)
 
 
-def training_threads(runs: int = 1) -> int:
-    """Return the threads of torch for each of several runs on a CPU; OMP_NUM_THREADS, if set, decides.
+@contextlib.contextmanager
+def core_for_loaders(device: str) -> Iterator[None]:
+    """Train on a CPU with a thread less than before, or one, unless OMP_NUM_THREADS is set.
 
-    Each run leaves a core to its loaders and to other programs: threads wait for the slowest of them. Where two other
+    A core stays for the loaders and for other programs, because threads wait for the slowest of them. Where two other
     programs work on two cores, an iteration takes 1.7 s with one thread and 5.6 s with two.
     """
     threads = torch.get_num_threads()
-    if os.environ.get("OMP_NUM_THREADS"):  # which torch obeys
-        return threads
-    return max(1, threads // runs - 1)
+    if device == "cpu" and not os.environ.get("OMP_NUM_THREADS"):  # which torch obeys
+        torch.set_num_threads(max(1, threads - 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _launch(main: Main, args: argparse.Namespace) -> None:

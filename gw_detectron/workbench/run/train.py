@@ -27,7 +27,7 @@ from ...weights.opening import config_beside
 from ..dataset.recipe import apply_recipe
 from ..dataset.registration import open_dataset
 from .bn_statistics import change_statistics
-from .processes import in_all_processes, training_threads
+from .processes import core_for_loaders, in_all_processes
 from .request import RunRequest
 from .run_datasets import use_datasets
 from .start import check_same_start, open_run
@@ -71,22 +71,21 @@ def main(request: RunRequest) -> dict | None:
 
 def _train(prepared: PreparedRun) -> dict | None:
     request = prepared.request
-    if prepared.cfg.MODEL.DEVICE == "cpu":
-        torch.set_num_threads(training_threads())
-    trainer = Trainer(
-        prepared.cfg,
-        resume=request.resume,
-        overwrite=request.overwrite,
-        allow_partial=request.allow_partial,
-        ignore_preflight=request.ignore_preflight,
-    )
-    reasons = prepared.reasons
-    if request.minutes is not None:
-        reasons = {**reasons, **_fit_into_minutes(trainer, prepared)}
-    for line in reasons.values():
-        log.info(line)
-    trainer.resume_or_load()
-    return trainer.train()
+    with core_for_loaders(prepared.cfg.MODEL.DEVICE):
+        trainer = Trainer(
+            prepared.cfg,
+            resume=request.resume,
+            overwrite=request.overwrite,
+            allow_partial=request.allow_partial,
+            ignore_preflight=request.ignore_preflight,
+        )
+        reasons = prepared.reasons
+        if request.minutes is not None:
+            reasons = {**reasons, **_fit_into_minutes(trainer, prepared)}
+        for line in reasons.values():
+            log.info(line)
+        trainer.resume_or_load()
+        return trainer.train()
 
 
 def _fit_into_minutes(trainer: Trainer, prepared: PreparedRun) -> dict[str, str]:

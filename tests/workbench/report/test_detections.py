@@ -108,6 +108,13 @@ def test_the_score_of_the_best_f1():
     assert detections(TRUTH, []).best_threshold == (0.5, 0.0)
 
 
+def test_the_object_of_a_correct_box_may_have_the_id_0():
+    found = detections([(1, CAT, [0, 0, 20, 20], 0)], [(1, CAT, [0, 0, 20, 20], 0.9)])
+    found.truth.dataset["annotations"][0]["id"] = 0
+    found.truth.createIndex()
+    assert found.best_threshold == (pytest.approx(0.45), 1.0)
+
+
 def test_a_box_of_another_class_does_not_take_the_object_from_f1():
     truth = [(1, CAT, [0, 0, 20, 20], 0)]
     found = [(1, DOG, [0, 0, 20, 20], 0.9), (1, CAT, [0, 0, 20, 20], 0.8)]

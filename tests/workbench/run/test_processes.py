@@ -20,9 +20,9 @@ from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.run.processes import (
+    core_for_loaders,
     in_all_processes,
     launch_from_args,
-    training_threads,
 )
 from gw_detectron.workbench.run.start import check_same_start
 from gw_detectron.workbench.signals import Interrupted
@@ -41,12 +41,21 @@ TWO_IMAGES_EACH = {"SOLVER__IMS_PER_BATCH": 4}
 
 
 @pytest.mark.parametrize(
-    ("asked", "runs", "threads"), [("", 1, 7), ("", 3, 1), ("", 8, 1), ("8", 2, 8)]
+    ("device", "asked", "before", "threads"),
+    [("cpu", "", 3, 2), ("cpu", "", 1, 1), ("cpu", "3", 3, 3), ("cuda", "", 3, 3)],
 )
-def test_a_training_leaves_a_core_to_its_loaders(monkeypatch, asked, runs, threads):
+def test_a_training_leaves_a_core_to_its_loaders(
+    monkeypatch, device, asked, before, threads
+):
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
-    assert training_threads(runs) == threads
+    given = torch.get_num_threads()
+    torch.set_num_threads(before)
+    try:
+        with core_for_loaders(device):
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == before
+    finally:
+        torch.set_num_threads(given)
 
 
 def launch_two(

@@ -158,8 +158,8 @@ def _names_near(folder: Path) -> tuple[list[str], Path]:
     names, file = find_names(folder)
     if not names or file is None:
         raise DataError(
-            f"'{folder}': no names of the classes, which data.yaml, {', '.join(NAME_FILES)} would have. Fix: put "
-            "classes.txt there, with a name in each line."
+            f"'{folder}': no names of the classes: no data.yaml, {', '.join(NAME_FILES)}. Fix: put classes.txt there, "
+            "with a name in each line."
         )
     return names, file
 
