@@ -221,21 +221,16 @@ class Detections:
         F1 = 2 * correct boxes / (boxes + objects). As in AP50, boxes are matched to objects of their class, better ones
         first, so that one match serves all scores.
         """
-        found = []
+        found: list[tuple[float, bool]] = []
         for entry in self._matched(self.results, by_class=True):
-            if entry is not None:
-                rows = zip(
-                    entry["dtScores"],
-                    # not by dtMatches: the id of an annotation may be 0
-                    np.isin(entry["dtIds"], entry["gtMatches"][0]),
-                    entry["dtIgnore"][0],
-                    strict=True,
-                )
-                found += [
-                    (score, is_correct)
-                    for score, is_correct, ignored in rows
-                    if not ignored
-                ]
+            if entry is None:
+                continue
+            # not by dtMatches: the id of an annotation may be 0
+            is_correct = np.isin(entry["dtIds"], entry["gtMatches"][0])
+            counts = entry["dtIgnore"][0] == 0
+            scored = np.array(entry["dtScores"])[counts]
+            found += zip(scored, is_correct[counts], strict=True)
+
         found.sort(reverse=True)
         scores, is_correct = np.array(found).reshape(-1, 2).T
         boxes = np.arange(1, len(scores) + 1)
