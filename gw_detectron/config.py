@@ -229,10 +229,12 @@ def _check_values(cfg: CfgNode) -> None:
             f"MODEL.LOAD_PROPOSALS ({cfg.MODEL.LOAD_PROPOSALS}): Detectron2 reads proposal files by pickle, which runs "
             "code that they contain. Fix: set it to False and use a proposal generator such as RPN."
         )
+
     # yacs accepts None for any key
     for key, default in flat_items(default_config()):
         if isinstance(default, str) and get_value(cfg, key) is None:
             raise ConfigError(f'{key} (None): not a text. Fix: write "" for none.')
+
     percentiles = cfg.INPUT.PERCENTILES
     if not percentiles:
         return

@@ -75,10 +75,12 @@ class GroupWhitening2d(nn.Module):
     ) -> None:
         super().__init__()
         check_flag("affine", affine)
+
         self.num_channels = num_channels
         self.num_groups = effective_groups(num_channels, num_groups)
         self.solver = Solver(solver, num_iters, eps, threshold, corr)
         self.affine = affine
+
         self.weight = None
         self.bias = None
         if affine:

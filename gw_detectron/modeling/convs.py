@@ -28,10 +28,12 @@ class ConvNormReLU(Conv2d):
         if norm_fuses:
             # a forward of the instance may not take relu; torch.compile of torch 2.7 traces no vars()
             norm_fuses = "forward" not in self.norm.__dict__
+
         # a subclass of nn.ReLU may compute another function
         is_relu = type(self.activation) is nn.ReLU or self.activation is F.relu
         if not (norm_fuses and is_relu):
             return super().forward(x)
+
         x = F.conv2d(
             x,
             self.weight,

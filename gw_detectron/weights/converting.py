@@ -171,9 +171,11 @@ def write_weights_file(
         CHECKSUM_KEY: checksum_of(tensors),
         **dataclasses.asdict(record),
     }
+
     arrays = {
         name: np.array(value.numpy(), order="C") for name, value in tensors.items()
     }
+
     if suffix == ".safetensors":
         metadata = {"format": "pt", RECORD_KEY: json.dumps(entries)}
         # save_file's error of a full disk is not an OSError

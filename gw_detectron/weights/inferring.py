@@ -133,6 +133,7 @@ def to_torchvision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name in tensors
         if not name.startswith("linear.")
     }
+
     unexpected = [
         name for name, theirs in names.items() if detectron2_name(theirs) != name
     ]
@@ -140,6 +141,7 @@ def to_torchvision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         raise WeightsError(
             f"tensors ({summarize_names(unexpected)}): not part of a ResNet. Fix: leave them out."
         )
+
     renamed = {theirs: tensors[name] for name, theirs in names.items()}
     infer_architecture(renamed)
     return renamed

@@ -246,11 +246,13 @@ def _warn_of_unknown_norms(
         layers += [name for name in with_groups if f"{name}.running_mean" not in loaded]
     if not any(recorded.values()):
         layers += conv_names(model)
+
     unclear = [
         layer
         for layer in layers
         if f"{layer}.weight" in loaded and not recorded.get(layer)
     ]
+
     if unclear:
         log.warning(
             "MODEL.WEIGHTS ('%s'): records no norms of %d layers (%s). GN and GW, or WS and plain "

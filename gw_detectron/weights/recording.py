@@ -177,6 +177,7 @@ def expected_preprocessing(checkpoint: Checkpoint) -> Preprocessing | None:
     """Return the preprocessing that weights need, by their record or by the config of their run; None if unknown."""
     if checkpoint.network.preprocessing:
         return checkpoint.network.preprocessing
+
     record = checkpoint.metadata.get(RUN_RECORD_KEY)
     try:
         config = parse_config(record["config"], RUN_RECORD_KEY)  # type: ignore[index]

@@ -33,6 +33,7 @@ def get_parser() -> argparse.ArgumentParser:
         "output/mydata/model_final.pth --output backbone --backbone",
         kind=RunParser,
     )
+
     add = parser.add_argument
     add(
         "--config-file",
@@ -53,6 +54,7 @@ def get_parser() -> argparse.ArgumentParser:
     )
     add("--backbone", action="store_true", help="export only the backbone")
     add_statistics_flags(parser, "export with")
+
     group = parser.add_argument_group("detectors")
     add = group.add_argument
     add(
@@ -70,6 +72,7 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="image for the comparison, with many objects; default: drawn shapes",
     )
+
     group = parser.add_argument_group("with --backbone")
     add = group.add_argument
     add("--no-fpn", action="store_true", help="export the ResNet below the FPN")

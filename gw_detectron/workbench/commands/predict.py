@@ -36,6 +36,7 @@ def get_parser() -> argparse.ArgumentParser:
         note="The exit status is 1 if a file cannot be read or needs too much memory; the others "
         "are predicted.",
     )
+
     add = parser.add_argument
     add(
         "model",
@@ -61,6 +62,7 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="config of a checkpoint; default: config.yaml beside it",
     )
+
     add(
         "--score-threshold",
         type=_threshold,
@@ -68,11 +70,13 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="keep scores above S, default: %(default)s; best: those of the highest F1 by the report of RUN",
     )
+
     add(
         "--preview",
         metavar="JSON",
         help="draw up to 50 images with these labels: a COCO json, or a folder as for --train-json",
     )
+
     add(
         "--tiles",
         type=int,
@@ -90,8 +94,10 @@ def get_parser() -> argparse.ArgumentParser:
         choices=STATISTICS,
         help="GW and GN see the whole image (default), or each tile (faster)",
     )
+
     add_statistics_flags(parser, "predict with")
     add("--no-pictures", action="store_true", help="draw no pictures")
+
     add("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
     add(
         "--class-names",
@@ -183,6 +189,7 @@ def _notes(
         yield f"{name}: {reason}"
     if summary.not_read:
         yield not_read_note(summary.not_read)
+
     if summary.shrunk:
         names = summarize_names(summary.shrunk)
         tile = usual_tile(predictor.cfg)
@@ -190,6 +197,7 @@ def _notes(
             f"shrunk to less than a quarter, which loses small objects: {names}. Fix: give --tiles "
             f"{tile}."
         )
+
     if summary.full:
         limit = predictor.cfg.TEST.DETECTIONS_PER_IMAGE
         is_tiled = isinstance(predictor, prediction.TiledPredictor)
@@ -198,6 +206,7 @@ def _notes(
             f"as many objects as the detector gives ({limit}), so perhaps not all: {summarize_names(summary.full)}. "
             f"Fix: add --opts TEST.DETECTIONS_PER_IMAGE {2 * limit} as the last words, or give {tiles}."
         )
+
     if summary.images and not summary.detections:
         yield (
             "no object has a score above --score-threshold. Fix: give a lower one, or best: the one of "

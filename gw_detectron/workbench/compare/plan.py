@@ -80,6 +80,7 @@ def schedule_keys(cfg: CfgNode, iterations: int, evaluations: int) -> dict[str, 
     factor = iterations / solver.MAX_ITER
     steps = {round(step * factor) for step in solver.STEPS}
     warm_up = min(solver.WARMUP_ITERS, iterations // 10)
+
     return {
         "SOLVER.MAX_ITER": iterations,
         "SOLVER.STEPS": tuple(step for step in sorted(steps) if 0 < step < iterations),

@@ -87,12 +87,14 @@ def _mean_curves(plan: Plan, results: Results) -> list[Curve]:
                 if (job.norm, job.iterations) == (norm, iterations)
                 and not job.is_search
             ]
+
             points = []
             for place in sorted(set().union(*runs)):
                 if all(place in run for run in runs):
                     mean = statistics.mean(run[place] for run in runs)
                     points.append((place, mean))
             is_longer = iterations > plan.iterations
+
             style = {"color": f"C{number}", "linestyle": "--" if is_longer else "-"}
             label = "" if is_longer else norm
             curves.append(Curve(points, label, style, plan.times[norm]))

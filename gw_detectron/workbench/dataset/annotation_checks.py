@@ -124,10 +124,12 @@ def _check_categories(
     for category in reader.read(categories):
         number, name = category["id"], category["name"]
         _check_id(number, "category")
+
         if not isinstance(name, str):
             raise DataError(
                 f"category {number}: name ({name!s:.80}) is not a string. Fix: put it in quotes."
             )
+
         # terminals obey control characters; surrogates cannot be written
         kinds = set(map(unicodedata.category, name))
         if kinds & {"Cc", "Cs"} or len(name) > _LONGEST_NAME or not name.strip():
@@ -151,6 +153,7 @@ def _check_annotations(
     images, categories = known
     fields = needs.fields()
     sound = []
+
     for annotation in reader.read(annotations):
         fault = None
         if missing := fields - annotation.keys():

@@ -186,6 +186,7 @@ def complete_annotations(content: Any) -> list[dict[str, Any]]:
         fields["iscrowd"] = _is_set(annotation.get("iscrowd"))
         if not has_ids:
             fields["id"] = index + 1
+
         if annotation.get("ignore", 0) != 0:
             # Detectron2 refuses it; a crowd, too, is neither trained on nor counted
             fields["iscrowd"] = fields["iscrowd"] or _is_set(annotation["ignore"])

@@ -64,6 +64,7 @@ def _check_images(
                 f"DATALOADER.FILTER_EMPTY_ANNOTATIONS (True): {empty} of {len(data.images)} images of {name} have no "
                 "object and are not trained on. Fix: set it to False to learn from them, against false alarms."
             )
+
         unused = len(data.images) - data.trained_images(cfg) - empty * is_filtered
         if unused:
             key = "MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE"

@@ -350,6 +350,7 @@ def _check_keypoint_names(
         is_trained = name in cfg.DATASETS.TRAIN
         if not (names or is_trained):  # an evaluation needs none
             continue
+
         first = first or names
         is_unfit = is_trained and not _can_be_flipped(name, points)
         if names != first or is_unfit:
@@ -431,10 +432,12 @@ def wrong_evaluator(cfg: CfgNode, name: str) -> str:
             "which the evaluation would take for upright ones. Fix: set RPN and StandardROIHeads, or write a trainer "
             "with your own mapper and Detectron2's RotatedCOCOEvaluator in build_evaluator."
         )
+
     kind = MetadataCatalog.get(name).get("evaluator_type")
     allowed = _EVALUATORS.get(cfg.MODEL.META_ARCHITECTURE, _COCO_EVALUATORS)
     if kind in allowed:
         return ""
+
     fix = "give a panoptic dataset, e.g. coco_2017_val_panoptic_separated"
     if allowed is _COCO_EVALUATORS:
         fix = f'if it has COCO annotations, set MetadataCatalog.get("{name}").evaluator_type = "coco"'

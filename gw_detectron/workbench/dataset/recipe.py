@@ -146,11 +146,13 @@ def _deep_images(
     """Choose percentiles that cut off a quarter of the objects' pixels at most, also in sparse images."""
     if recipe.cfg.INPUT.PERCENTILES:
         return
+
     paths = [
         os.path.join(source.dataset.images, str(image.get("file_name")))
         for source in sources
         for image in source.content["images"]
     ]
+
     if any(map(is_deep, evenly_spread(paths, 20))):
         areas = np.bincount(data.image, data.boxes.prod(axis=1), len(data.images))
         shares = 100 * areas / data.images.prod(axis=1)

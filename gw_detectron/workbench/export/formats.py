@@ -206,5 +206,6 @@ def write_parity(
             **package_versions(_PACKAGES),
         },
     }
+
     write_json(path.with_name(PARITY), report)
     return report

@@ -145,11 +145,13 @@ def _metadata(
         known = metadata.as_dict() if names and len(names) == len(class_names) else {}
         metadata = Metadata(**{**known, "thing_classes": list(class_names)})
         names = class_names
+
     if names is None:
         log.warning(
             "class names: not in the checkpoint or the config's datasets. Fix: give --class-names."
         )
         return metadata
+
     for key in object_count_keys(cfg):
         count = get_value(cfg, key)
         if count != len(names):

@@ -163,6 +163,7 @@ def _class_tables(
         column = f"{task.noun} AP"
         if not all(column in row for rows in classes.values() for row in rows.values()):
             continue
+
         rows = []
         for name, row in classes[first].items():
             cells = {column: name, "objects": row["objects"], first: row[column]}

@@ -158,12 +158,14 @@ class RunFolder:
                 f"RUN ('{self.folder}'): gw-detectron compare keeps scores and curves of its runs, but no weights, "
                 "predictions and split datasets. Fix: see comparison.html, or train with its recommended.yaml."
             )
+
         use_recorded_datasets(self.cfg, self.config_file, str(self.folder))
         source = own_source(self.dataset)
         if source is not None:
             self.notes = [f"{self.dataset}: {note}" for note in source.notes]
         for note in self.notes:
             log.warning(note)
+
         if self.dataset not in DatasetCatalog.list():
             raise DataError(
                 f"DATASETS.TEST ('{self.dataset}'): not registered. Fix: register it in Python "

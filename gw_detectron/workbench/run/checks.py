@@ -54,27 +54,8 @@ def check_run(
                 f"OUTPUT_DIR (now '{cfg.OUTPUT_DIR}') to the folder of a run and add --resume."
             )
     else:
-        if cfg.OUTPUT_DIR.encode(errors="ignore").decode() != cfg.OUTPUT_DIR:
-            report.errors.append(
-                f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): not UTF-8, which TensorBoard needs. Fix: give another."
-            )
-        if "?" in cfg.OUTPUT_DIR:
-            report.errors.append(
-                f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): '?' begins options of an address. Fix: give another."
-            )
-        _check_schedule(cfg, report)
-        try:
-            build_augmentations(cfg)
-        except ConfigError as error:
-            report.errors.append(str(error))
-        reference, batch = cfg.SOLVER.REFERENCE_WORLD_SIZE, cfg.SOLVER.IMS_PER_BATCH
-        if reference and batch % reference:
-            report.errors.append(
-                f"SOLVER.REFERENCE_WORLD_SIZE ({reference}): SOLVER.IMS_PER_BATCH ({batch}) is not a multiple of it. "
-                "Fix: set it to 0, for the batch and the schedule as they are, or correct one of the two."
-            )
-        else:  # as the trainer does
-            cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())
+        cfg = _check_training(cfg, report)
+
     model = check_model(cfg, start, report, eval_only=eval_only)
     _check_evaluation(cfg, model, report)
 
@@ -115,6 +96,33 @@ def _check_device(device: str, report: CheckReport) -> None:
         )
 
 
+def _check_training(cfg: CfgNode, report: CheckReport) -> CfgNode:
+    """Check the keys of a training; return the config with batch and schedule as the trainer scales them."""
+    if cfg.OUTPUT_DIR.encode(errors="ignore").decode() != cfg.OUTPUT_DIR:
+        report.errors.append(
+            f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): not UTF-8, which TensorBoard needs. Fix: give another."
+        )
+    if "?" in cfg.OUTPUT_DIR:
+        report.errors.append(
+            f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): '?' begins options of an address. Fix: give another."
+        )
+
+    _check_schedule(cfg, report)
+    try:
+        build_augmentations(cfg)
+    except ConfigError as error:
+        report.errors.append(str(error))
+
+    reference, batch = cfg.SOLVER.REFERENCE_WORLD_SIZE, cfg.SOLVER.IMS_PER_BATCH
+    if reference and batch % reference:
+        report.errors.append(
+            f"SOLVER.REFERENCE_WORLD_SIZE ({reference}): SOLVER.IMS_PER_BATCH ({batch}) is not a multiple of it. "
+            "Fix: set it to 0, for the batch and the schedule as they are, or correct one of the two."
+        )
+        return cfg
+    return DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())
+
+
 def _check_schedule(cfg: CfgNode, report: CheckReport) -> None:
     """Check that the learning rate lets the model learn."""
     solver = cfg.SOLVER
@@ -122,16 +130,19 @@ def _check_schedule(cfg: CfgNode, report: CheckReport) -> None:
         report.errors.append(
             "SOLVER.AMP.ENABLED (True): Detectron2 needs a GPU for it. Fix: set it to False."
         )
+
     if not 0 < solver.BASE_LR < math.inf:
         report.errors.append(
             f"SOLVER.BASE_LR ({solver.BASE_LR}): nothing would be learned. Fix: give e.g. 0.02."
         )
+
     lowest = {"MAX_ITER": 1, "CHECKPOINT_PERIOD": 1, "ACCUMULATE": 1, "KEEP": 0}
     for key, least in lowest.items():
         if solver[key] < least:
             report.errors.append(
                 f"SOLVER.{key} ({solver[key]}): not {least} or more. Fix: set it, or leave it out."
             )
+
     has_steps = "Step" in solver.LR_SCHEDULER_NAME
     late = [step for step in solver.STEPS if step >= solver.MAX_ITER]
     if has_steps and late:
@@ -139,6 +150,7 @@ def _check_schedule(cfg: CfgNode, report: CheckReport) -> None:
             f"SOLVER.STEPS ({tuple(solver.STEPS)}): the run ends (SOLVER.MAX_ITER {solver.MAX_ITER}) before "
             f"{len(late)} of its steps, so the learning rate decays less. Fix: set earlier steps."
         )
+
     if solver.WARMUP_ITERS >= solver.MAX_ITER:
         report.warnings.append(
             f"SOLVER.WARMUP_ITERS ({solver.WARMUP_ITERS}): the run ends (SOLVER.MAX_ITER {solver.MAX_ITER}) before the "
@@ -185,11 +197,13 @@ def _check_best_score(
             f"TEST.BEST ('{best}'): not a score of the evaluation. Fix: give one of {', '.join(scores)}."
         )
         return
+
     datasets, score = scores[best]
     known = [fingerprints[name] for name in datasets if name in fingerprints]
     counts = [data.scored_objects(score) for data in known]
     if best.rpartition("/")[0].endswith("keypoints"):
         counts = [data.keypoints.sum() for data in known]
+
     if known and not any(counts):
         report.errors.append(
             f"TEST.BEST ('{best}'): {', '.join(datasets)} has no object that it counts, so it is never a number. "
@@ -209,6 +223,7 @@ def _scores(
             scores = list(_SCORES[task])
             if "AP" in scores and len(classes) > 1:
                 scores += [f"AP-{name}" for name in classes]
+
             if "AP" in scores and dataset in fingerprints:
                 detections = cfg.TEST.DETECTIONS_PER_IMAGE
                 scores.append(fingerprints[dataset].dense_score(task, detections))

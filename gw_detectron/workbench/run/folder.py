@@ -62,6 +62,7 @@ def lock_output(folder: str, *, wait: bool = False) -> IO[str]:
             f"OUTPUT_DIR ('{folder}'): cannot be written: {error}. Fix: give another OUTPUT_DIR, as the last words; a "
             "RUN to evaluate may be read-only."
         ) from error
+
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except (BlockingIOError, PermissionError):
@@ -79,6 +80,7 @@ def lock_output(folder: str, *, wait: bool = False) -> IO[str]:
             error,
         )
         return file
+
     file.truncate(0)
     file.write(
         f"host {os.uname().nodename}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
@@ -104,6 +106,7 @@ def check_output(
                 f"OUTPUT_DIR: '{path}' is a link to '{os.readlink(path)}', which does not exist. Fix: mount or create "
                 "that folder, or remove the link."
             )
+
     has_best = Path(folder, BEST_CHECKPOINT).is_file()
     if start.resumed:
         if start.error:

@@ -52,18 +52,21 @@ def check_model(
             f"MODEL.BACKBONE.FREEZE_AT ({freeze_at}): without MODEL.WEIGHTS the frozen layers keep random values. "
             "Fix: set MODEL.BACKBONE.FREEZE_AT 0, or give MODEL.WEIGHTS."
         )
+
     channels = 1 if cfg.INPUT.FORMAT == "L" else 3
     if len(cfg.MODEL.PIXEL_MEAN) != channels:
         report.warnings.append(
             f"MODEL.PIXEL_MEAN ({len(cfg.MODEL.PIXEL_MEAN)} values): images of INPUT.FORMAT {cfg.INPUT.FORMAT} have "
             f"{channels} channels. Fix: give as many values, unless an own build_train_loader gives other images."
         )
+
     report.errors += unread_keys(cfg)
     try:
         model = build_checked_model(cfg, "meta")
     except ConfigError as error:
         report.errors.append(str(error))
         return None
+
     if not eval_only:
         _check_frozen_norms(cfg, model, report, from_scratch)
         _check_batch_norms(cfg, model, report)
@@ -86,6 +89,7 @@ def _check_frozen_norms(
             "MODEL.WEIGHTS."
         )
         return
+
     bottom_up = ("backbone.bottom_up.", "backbone.res")
     new = [name for name in frozen if not name.startswith(bottom_up)]
     if new:
@@ -224,11 +228,13 @@ def _check_norms(
     if differences and not allow_partial:
         report.errors.append(str(norm_mismatch(weights.address, differences)))
         return
+
     frozen = {
         name.rpartition(".")[0]
         for name, tensor in model.named_parameters()
         if not tensor.requires_grad
     }
+
     layers = {text.partition(" ")[0] for text in differences}
     untrained = sorted(frozen & layers)
     if untrained:

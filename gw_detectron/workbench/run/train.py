@@ -140,6 +140,7 @@ def _resolved(request: RunRequest) -> RunRequest:
     request.check_flags()
     if request.minutes is not None:
         check_minutes(request.minutes)
+
     config_file, opts = request.config_file, request.opts
     if request.run:
         weights = detector_file(request.run)
@@ -149,6 +150,7 @@ def _resolved(request: RunRequest) -> RunRequest:
             folder = os.path.dirname(weights) or "."
             config_file = config_file or config_beside(weights)
             opts = ("OUTPUT_DIR", folder, *opts)
+
     if request.auto and not config_file:
         detector = "R_50_FPN_zoo" if request.num_gpus else "R_18_FPN_GW"
         config_file = f"Own-Data/own_mask_rcnn_{detector}.yaml"

@@ -370,11 +370,13 @@ class Trainer(DefaultTrainer):
         folder = self.cfg.OUTPUT_DIR
         metrics = Path(folder, METRICS)
         end_last_line(metrics)
+
         start = self._run.weights
         purge_step = None  # the first step of which TensorBoard drops earlier values
         if start.opened and start.resumed:
             # the evaluation at the end of a run has the step after its last iteration, and stays
             purge_step = 1 + _next_iteration(start.opened.metadata, start.address)
+
         printer = CommonMetricPrinter(self.max_iter)
         epoch = self.iterations_per_epoch
         if epoch:

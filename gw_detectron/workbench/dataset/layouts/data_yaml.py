@@ -63,6 +63,7 @@ def listed_photos(path: Path) -> list[Path]:
         name = line.strip().replace("\\", "/")
         if not name:
             continue
+
         # Darknet's lists begin with a folder above, as data/obj_train_data/a.jpg
         below = Path(*Path(name).parts[1:])
         places = [path.parent / name, path.parent.parent / name, path.parent / below]

@@ -156,6 +156,7 @@ def photos_of(
             places.insert(0, folder.with_name("images"))
         if folder.parent.name == "labels":
             places.insert(0, folder.parent.with_name("images") / folder.name)
+
     others = set(left_out)
     for place in places:
         photos = [path for path in only_images(list_files(place)) if path not in others]

@@ -164,6 +164,7 @@ def _read_numbers(path: Path) -> np.ndarray:
         is_lossy = image.format == "JPEG"
         has_channels = len(image.getbands()) > 1
         pixels = np.asarray(image.convert("RGB") if has_channels else image)
+
     if has_channels:
         if (pixels != pixels[..., :1]).any():
             raise DataError(
@@ -171,11 +172,13 @@ def _read_numbers(path: Path) -> np.ndarray:
                 "for each object."
             )
         pixels = pixels[..., 0]
+
     if is_lossy:
         return _binary(pixels, path)
     if mode == "P":
         # outlines in Pascal VOC
         pixels = np.where(pixels == 255, 0, pixels)
+
     if pixels.dtype.kind == "f" and not (pixels == np.floor(pixels)).all():
         raise DataError(
             f"'{path}': has fractions, not numbers of objects. Fix: save whole numbers."

@@ -103,12 +103,14 @@ def _recognize(path: Path, images: str, part: str) -> Layout:
     if path.is_dir():
         yaml = yaml_of_folder(path)
         return yaml_layout(yaml, images, part) if yaml else _of_folder(path, images)
+
     if suffix in YAML:
         return yaml_layout(path, images, part)
     if suffix == ".xml":
         raise DataError(
             f"'{path}': the labels of one photo. Fix: give the folder of the .xml files."
         )
+
     if not read_text(path).strip():
         raise DataError(
             f"'{path}': names no photo. Fix: write the name of a photo in each line, or give the folder of the labels."
