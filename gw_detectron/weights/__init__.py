@@ -45,6 +45,7 @@ from .recording import (
     NormRecorder,
     RunRecord,
     trained_classes,
+    trained_side,
 )
 
 __all__ = [
@@ -76,4 +77,5 @@ __all__ = [
     "register_weights",
     "to_torchvision",
     "trained_classes",
+    "trained_side",
 ]

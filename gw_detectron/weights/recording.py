@@ -71,14 +71,20 @@ class RunRecord:
     ``DetectionCheckpointer``:
     ``add_checkpointable(RUN_RECORD_KEY, RunRecord(cfg.dump(), seed))``.
 
-    ``classes`` are names by category id, in the order of the detector's outputs.
+    ``classes`` are names by category id, in the order of the detector's outputs. ``image_side`` is the usual shorter
+    side of the training images in pixels, 0 if it is unknown.
     """
 
     def __init__(
-        self, config: str, seed: int, classes: Mapping[int, str] | None = None
+        self,
+        config: str,
+        seed: int,
+        classes: Mapping[int, str] | None = None,
+        image_side: int = 0,
     ) -> None:
         self.config = config
         self.seed = seed
+        self.image_side = image_side
         self.classes = [
             {"id": number, "name": name} for number, name in (classes or {}).items()
         ]
@@ -101,6 +107,7 @@ class RunRecord:
             "processes": comm.get_world_size(),
             "seed": self.seed,
             "classes": self.classes,
+            "image_side": self.image_side,
             "start_weights": self._start_weights,
         }
 
@@ -146,6 +153,13 @@ def trained_classes(checkpoint: Checkpoint | None) -> dict[int, str]:
     except (LookupError, TypeError):
         return {}
     return names if all(isinstance(name, str) for name in names.values()) else {}
+
+
+def trained_side(checkpoint: Checkpoint | None) -> int:
+    """Return the usual shorter side of a checkpoint's training images in pixels, 0 if it is not recorded."""
+    record = checkpoint.metadata.get(RUN_RECORD_KEY) if checkpoint else None
+    side = record.get("image_side") if isinstance(record, Mapping) else None
+    return side if isinstance(side, int) and side > 0 else 0
 
 
 def config_differences(record: Any, config: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from ...weights import detector_file
 from ...weights.opening import BEST_CHECKPOINT
 from .. import predict as prediction
 from ..console import check_folder
-from ..predict.results_folder import not_read_note, usual_tile
+from ..predict.results_folder import not_read_note
 from ..predict.tiled_predictor import STATISTICS
 from .parsers import MixedParser, add_statistics_flags, new_parser
 
@@ -192,10 +192,10 @@ def _notes(
 
     if summary.shrunk:
         names = summarize_names(summary.shrunk)
-        tile = usual_tile(predictor.cfg)
+        side = predictor.image_side
         yield (
-            f"shrunk to less than a quarter, which loses small objects: {names}. Fix: give --tiles "
-            f"{tile}."
+            f"more than twice as large as the training images (shorter side {side} pixels): {names}. The model sees "
+            f"them smaller. Fix: if their objects have as many pixels as in training, give --tiles {side}."
         )
 
     if summary.full:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from detectron2.config import CfgNode
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 from PIL import Image
@@ -46,7 +45,8 @@ COUNTS = "counts.csv"
 PICTURES = "pictures"
 _FILES = (RESULTS, IMAGES, COUNTS, PICTURES)  # no folder lacks the first
 _FORMULA = ("=", "+", "-", "@")  # first characters, to spreadsheets
-_MUCH_SMALLER = 4  # an image that is shrunk so many times loses small objects
+# of the training images' scale, at which objects of their size are lost
+_SMALL_SCALE = 0.5
 _Rows = list[dict[str, Any]]
 
 
@@ -59,7 +59,7 @@ class PredictionSummary:
     seconds: float = 0.0  # for reading, prediction and drawing
     #: source -> why it was left out
     failed: dict[str, str] = field(default_factory=dict)
-    #: sources that the model sees much smaller, which loses small objects
+    #: sources that the model sees at less than half of the training images' scale
     shrunk: list[str] = field(default_factory=list)
     #: sources in which the model found as many objects as it gives
     full: list[str] = field(default_factory=list)
@@ -134,10 +134,10 @@ def _keep(run: "_Prediction", folder: Path, partial: Path) -> None:
     )
 
 
-def usual_tile(cfg: CfgNode) -> int:
-    """Return a side of tiles in pixels: images of this size are trained on as they are."""
-    shorter, _ = training_sides(cfg)
-    return round(shorter)
+def usual_tile(predictor: Predictor | TiledPredictor) -> int:
+    """Return a side of tiles in pixels that the model sees at the scale of its training images."""
+    shorter, _ = training_sides(predictor.cfg)
+    return predictor.image_side or round(shorter)
 
 
 class _Prediction:
@@ -205,8 +205,7 @@ class _Prediction:
             place["frame"] = index
         self.images.append({"id": number, **place, "height": height, "width": width})
 
-        seen, _ = evaluation_sides(height, width, self.predictor.cfg)
-        if height > _MUCH_SMALLER * seen and not self.is_tiled and not index:
+        if not index and self._is_shrunk(height, width):
             self.summary.shrunk.append(source.name)
         if self.predictor.is_full and source.name not in self.summary.full:
             self.summary.full.append(source.name)
@@ -219,10 +218,19 @@ class _Prediction:
             result["category_name"] = category["name"]
             self.results.append(result | place)
 
+    def _is_shrunk(self, height: int, width: int) -> bool:
+        """Return whether the model sees an image much smaller than its training images."""
+        side = self.predictor.image_side
+        if self.is_tiled or not side:
+            return False
+        seen, _ = evaluation_sides(height, width, self.predictor.cfg)
+        usual, _ = evaluation_sides(side, side, self.predictor.cfg)
+        return seen / height < _SMALL_SCALE * usual / side
+
     def _why_left_out(self, error: Exception) -> str:
         """Return why a source is left out; raise other errors again."""
         if isinstance(error.__cause__, Image.DecompressionBombError):
-            return f"more than 179 megapixels. Fix: give --tiles {usual_tile(self.predictor.cfg)}."
+            return f"more than 179 megapixels. Fix: give --tiles {usual_tile(self.predictor)}."
         if isinstance(error, (DataError, MissingFileError)):
             return str(error)
         if is_out_of_memory(error):

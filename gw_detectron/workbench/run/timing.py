@@ -164,7 +164,7 @@ def few_passes(
     minutes = math.ceil(seconds / (60 * PLANNED_SHARE))
     return (
         f"--minutes: {budget.iterations:,} iterations are {passes:.2g} passes over the images, {why}. Fix: give "
-        f"{minutes} or more, smaller images or a GPU."
+        f"{minutes} or more, smaller images (INPUT.MIN_SIZE_TRAIN, INPUT.MIN_SIZE_TEST) or a GPU."
     )
 
 

@@ -61,6 +61,7 @@ from ...weights.opening import PERIODIC_CHECKPOINTS
 from ..dataset.coco_scores import coco_tasks
 from ..dataset.dataset_checks import wrong_evaluator
 from ..dataset.metadata import classes_of
+from ..dataset.registration import usual_side
 from ..images import ImageNamingMapper
 from ..images.augmentations import training_mapper
 from .bn_statistics import measure_missing_statistics
@@ -219,7 +220,12 @@ class Trainer(DefaultTrainer):
         trained_on = Metadata()
         if cfg.DATASETS.TRAIN:
             trained_on = MetadataCatalog.get(cfg.DATASETS.TRAIN[0])
-        self.record = RunRecord(given, cfg.SEED, classes_of(trained_on))
+        self.record = RunRecord(
+            given,
+            cfg.SEED,
+            classes_of(trained_on),
+            usual_side(cfg.DATASETS.TRAIN),
+        )
         self.checkpointer.add_checkpointable(RUN_RECORD_KEY, self.record)
 
         self.register_hooks(self.build_hooks())
@@ -539,7 +545,8 @@ class Trainer(DefaultTrainer):
             )
         if self.start_iter == self.max_iter:
             log.warning(
-                "SOLVER.MAX_ITER (%d): the run has finished and is only evaluated",
+                "SOLVER.MAX_ITER (%d): the run has finished and is only evaluated. Fix: for more iterations, give "
+                "SOLVER.MAX_ITER and SOLVER.STEPS; a resumed run keeps its length, whatever --minutes or --epochs say.",
                 self.max_iter,
             )
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import statistics
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ from gw_detectron.workbench.dataset import (
     register_datasets,
 )
 from gw_detectron.workbench.dataset.metadata import class_metadata, classes_of
-from gw_detectron.workbench.dataset.registration import record_datasets
+from gw_detectron.workbench.dataset.registration import record_datasets, usual_side
 from gw_detectron.workbench.dataset.source import own_source
 
 from ...photos import CLASSES, photo_names, write_photos
@@ -138,6 +139,18 @@ def test_a_split_has_two_names_and_one_record(write, folder):
     assert list(run.iterdir()) == []
     assert sum(image_counts()) == 12
     assert min(image_counts()) > 0
+
+
+def test_the_usual_side_of_images(write, folder):
+    register_datasets(read_datasets(write({"train": {"table": FILES}})), str(folder))
+    sides = [
+        min(record["height"], record["width"]) for record in DatasetCatalog.get("table")
+    ]
+
+    assert usual_side(["table"]) == round(statistics.median(sides)) > 0
+    # not of this package
+    assert usual_side(["coco_2017_train"]) == 0
+    assert usual_side([]) == 0
 
 
 def test_a_run_folder_is_enough_elsewhere_and_when_the_source_has_changed(

@@ -36,7 +36,8 @@ def run_folder(tmp_path_factory):
         model.proposal_generator.rpn_head.objectness_logits.weight.normal_(0, 0.5)
         model.roi_heads.box_predictor.cls_score.weight.normal_(0, 2)
         model.roi_heads.box_predictor.bbox_pred.weight.normal_(0, 0.5)
-    record = RunRecord(cfg.dump(), 0, {2: "fork", 7: "cup", 40: "plate"}).state_dict()
+    classes = {2: "fork", 7: "cup", 40: "plate"}
+    record = RunRecord(cfg.dump(), 0, classes, image_side=96).state_dict()
     DetectionCheckpointer(model, str(folder)).save(
         "model_final", **{RUN_RECORD_KEY: record}
     )
@@ -64,6 +65,7 @@ class Handmade:
     """Find a square in its upper left corner and an object of low score in every image."""
 
     score_threshold = 0.5
+    image_side = 0
     metadata = Metadata(
         thing_classes=["fork", "cup"], thing_dataset_id_to_contiguous_id={2: 0, 7: 1}
     )

@@ -34,7 +34,6 @@ from gw_detectron.workbench.predict import (
     write_predictions,
     write_preview,
 )
-from gw_detectron.workbench.predict.results_folder import usual_tile
 from gw_detectron.workbench.signals import Interrupted
 
 from ...tiny_run import ROOT
@@ -169,20 +168,41 @@ def test_classes_of_any_name(tmp_path, photos, predictor, predict, monkeypatch):
     assert lines[0] == "file_name,\\ud800\\n,'=cmd,all"
 
 
-def test_large_images_are_named_with_tiles(tmp_path, photos, predictor, predict):
-    predictor.cfg.INPUT.MIN_SIZE_TEST = 20
+@pytest.mark.parametrize("side, tile", [(640, 640), (0, 800)])
+def test_an_image_that_needs_tiles_is_named(photos, predictor, predict, side, tile):
+    predictor.image_side = side
     Image.new("L", (14_000, 13_000)).save(photos / "huge.png")
 
     summary, _ = predict(photos)
 
-    tile = usual_tile(predictor.cfg)
     assert summary.failed == {
         "huge.png": f"more than 179 megapixels. Fix: give --tiles {tile}."
     }
-    assert summary.shrunk == ["b.png", "sub/a.jpg"]
-    (photos / "huge.png").unlink()
-    predictor.cfg.INPUT.MIN_SIZE_TEST = 40
-    assert predict(photos)[0].shrunk == []
+
+
+@pytest.mark.parametrize(
+    "side, resized, is_shrunk",
+    [
+        (47, 20, True),
+        (49, 20, False),
+        # as training images were
+        (96, 20, False),
+        # seen as they are
+        (10, 0, False),
+        # of an unknown size
+        (0, 20, False),
+    ],
+)
+def test_images_much_larger_than_in_training_are_named(
+    photos, predictor, predict, side, resized, is_shrunk
+):
+    """The photos have a shorter side of 96 pixels."""
+    predictor.image_side = side
+    predictor.cfg.INPUT.MIN_SIZE_TEST = resized
+
+    summary, _ = predict(photos)
+
+    assert summary.shrunk == (["b.png", "sub/a.jpg"] if is_shrunk else [])
 
 
 def test_images_with_as_many_objects_as_the_model_gives_are_named(
