@@ -45,7 +45,7 @@ from .recording import (
     NormRecorder,
     RunRecord,
     trained_classes,
-    trained_side,
+    trained_scale,
 )
 
 __all__ = [
@@ -77,5 +77,5 @@ __all__ = [
     "register_weights",
     "to_torchvision",
     "trained_classes",
-    "trained_side",
+    "trained_scale",
 ]

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -65,14 +66,14 @@ class NormRecorder:
 
 
 class RunRecord:
-    """Checkpointable that records a run: its config, seed, classes, versions and start weights.
+    """Checkpointable that records a run: its config, seed, classes, image scale, versions and start weights.
 
     The record has strings, numbers, lists and dicts; the config is yaml. Add it to Detectron2's
     ``DetectionCheckpointer``:
     ``add_checkpointable(RUN_RECORD_KEY, RunRecord(cfg.dump(), seed))``.
 
-    ``classes`` are names by category id, in the order of the detector's outputs. ``image_side`` is the usual shorter
-    side of the training images in pixels, 0 if it is unknown.
+    ``classes`` are names by category id, in the order of the detector's outputs. ``image_scale`` is the
+    median factor by which training resizes images, 0 if it is unknown.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class RunRecord:
         config: str,
         seed: int,
         classes: Mapping[int, str] | None = None,
-        image_side: int = 0,
+        image_scale: float = 0.0,
     ) -> None:
         self.config = config
         self.seed = seed
-        self.image_side = image_side
+        self.image_scale = image_scale
         self.classes = [
             {"id": number, "name": name} for number, name in (classes or {}).items()
         ]
@@ -107,7 +108,7 @@ class RunRecord:
             "processes": comm.get_world_size(),
             "seed": self.seed,
             "classes": self.classes,
-            "image_side": self.image_side,
+            "image_scale": self.image_scale,
             "start_weights": self._start_weights,
         }
 
@@ -155,11 +156,11 @@ def trained_classes(checkpoint: Checkpoint | None) -> dict[int, str]:
     return names if all(isinstance(name, str) for name in names.values()) else {}
 
 
-def trained_side(checkpoint: Checkpoint | None) -> int:
-    """Return the usual shorter side of a checkpoint's training images in pixels, 0 if it is not recorded."""
+def trained_scale(checkpoint: Checkpoint | None) -> float:
+    """Return the median factor by which a checkpoint's training resized images, 0 if it is not recorded."""
     record = checkpoint.metadata.get(RUN_RECORD_KEY) if checkpoint else None
-    side = record.get("image_side") if isinstance(record, Mapping) else None
-    return side if isinstance(side, int) and side > 0 else 0
+    scale = record.get("image_scale") if isinstance(record, Mapping) else None
+    return scale if isinstance(scale, float) and 0 < scale < math.inf else 0.0
 
 
 def config_differences(record: Any, config: str) -> dict[str, str]:

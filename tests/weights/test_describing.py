@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, WeightsFileError
-from gw_detectron.weights import Checkpoint, trained_classes, trained_side
+from gw_detectron.weights import Checkpoint, trained_classes, trained_scale
 from gw_detectron.weights.describing import describe_checkpoint, format_config
 from gw_detectron.weights.recording import config_differences
 from gw_detectron.workbench import commands
@@ -127,12 +127,12 @@ def test_names_of_classes_are_text():
 
 
 @pytest.mark.parametrize(
-    "record", [None, [], {}, {"image_side": "640"}, {"image_side": -1}]
+    "record", [None, [], {}, {"image_scale": "1"}, {"image_scale": -1.0}]
 )
-def test_a_side_of_images_that_is_not_recorded_is_unknown(record):
+def test_a_scale_of_images_that_is_not_recorded_is_unknown(record):
     metadata = {} if record is None else {"record": record}
-    assert trained_side(Checkpoint("", "", {}, metadata)) == 0
-    assert trained_side(None) == 0
+    assert trained_scale(Checkpoint("", "", {}, metadata)) == 0
+    assert trained_scale(None) == 0
 
 
 @pytest.mark.parametrize("start, step", [("[]", "[*a, *a]"), ("{}", "{x: *a, y: *a}")])

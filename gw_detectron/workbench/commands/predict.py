@@ -17,7 +17,7 @@ from ...weights import detector_file
 from ...weights.opening import BEST_CHECKPOINT
 from .. import predict as prediction
 from ..console import check_folder
-from ..predict.results_folder import not_read_note
+from ..predict.results_folder import not_read_note, usual_tile
 from ..predict.tiled_predictor import STATISTICS
 from .parsers import MixedParser, add_statistics_flags, new_parser
 
@@ -192,10 +192,10 @@ def _notes(
 
     if summary.shrunk:
         names = summarize_names(summary.shrunk)
-        side = predictor.image_side
+        tile = usual_tile(predictor)
         yield (
-            f"more than twice as large as the training images (shorter side {side} pixels): {names}. The model sees "
-            f"them smaller. Fix: if their objects have as many pixels as in training, give --tiles {side}."
+            f"shrunk more than twice as much as the training images: {names}. Fix: if objects have as many pixels as "
+            f"in training, give --tiles {tile}; if they fill as much of the image, change nothing."
         )
 
     if summary.full:

@@ -10,6 +10,7 @@ from ...config import get_value
 from ...errors import CheckReport
 from ...modeling.build import object_count_keys
 from .fingerprint import Fingerprint, anchor_shapes, best_overlaps
+from .source import own_source
 
 _AUTO = "give --auto, which sets it by the data"
 
@@ -137,6 +138,21 @@ def training_sides(cfg: CfgNode) -> tuple[float, float]:
     return float(statistics.median(cfg.INPUT.MIN_SIZE_TRAIN)), float(
         cfg.INPUT.MAX_SIZE_TRAIN
     )
+
+
+def training_scale(cfg: CfgNode) -> float:
+    """Return the median factor by which training resizes images of this package's datasets; 0 without one."""
+    sources = filter(None, map(own_source, cfg.DATASETS.TRAIN))
+    images = [source.fingerprint.images for source in sources]
+    if not images:
+        return 0.0
+    shorter, longest = training_sides(cfg)
+    if not shorter:
+        return 1.0
+
+    sides = np.concatenate(images)
+    factors = np.minimum(shorter / sides.min(axis=1), longest / sides.max(axis=1))
+    return float(np.median(factors))
 
 
 def anchor_strides(cfg: CfgNode) -> list[int]:

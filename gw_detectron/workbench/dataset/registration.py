@@ -7,8 +7,7 @@ find the open source by the name of the dataset, as they find its records in Det
 import functools
 import os
 import re
-import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from detectron2.config import CfgNode
@@ -156,16 +155,6 @@ def _register(name: str, source: CocoSource) -> None:
     MetadataCatalog.pop(name, None)
     DatasetCatalog.register(name, source.records)
     MetadataCatalog.get(name).set(**coco_metadata(source))
-
-
-def usual_side(names: Iterable[str]) -> int:
-    """Return the median shorter side, in pixels, of the images of this package's datasets; 0 without one."""
-    sides = [
-        min(image["width"], image["height"])
-        for source in filter(None, map(own_source, names))
-        for image in source.content["images"]
-    ]
-    return round(statistics.median(sides)) if sides else 0
 
 
 def open_dataset(name: str) -> CocoSource | None:

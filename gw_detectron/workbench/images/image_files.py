@@ -40,7 +40,6 @@ from .headers import (
 
 BROWSER_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 IMAGE_SUFFIXES = (*BROWSER_SUFFIXES, ".tif", ".tiff", ".gif")
-_UNREAD_SUFFIXES = (".heic", ".heif")  # of phones
 _SCHEME = "eight-bits://"
 _RECORD_FIX = "repair the image or its record (width and height are after EXIF rotation), or remove both"
 _Item = TypeVar("_Item")
@@ -285,17 +284,19 @@ def content_key(path: str | os.PathLike[str]) -> str:
         return digest.hexdigest()
 
 
-def find_images(folder: str | os.PathLike[str]) -> list[Path]:
+def find_images(
+    folder: str | os.PathLike[str], other_suffixes: Sequence[str] = ()
+) -> list[Path]:
     """Find the image files below a folder and in linked folders, sorted by path; at least one.
 
-    HEIC photos are among them: who reads them learns that they have to be converted.
+    Files with ``other_suffixes`` are found, too.
     """
     if not os.path.isdir(folder):
         raise MissingFileError(
             f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder."
         )
 
-    suffixes = (*IMAGE_SUFFIXES, *_UNREAD_SUFFIXES)
+    suffixes = (*IMAGE_SUFFIXES, *other_suffixes)
     images = [path for path in list_files(folder) if path.suffix.lower() in suffixes]
     if not images:
         raise DataError(

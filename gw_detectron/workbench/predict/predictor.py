@@ -17,7 +17,7 @@ from torch import nn
 from ...config import get_value
 from ...errors import ConfigError
 from ...modeling.build import object_count_keys
-from ...weights import load_model, open_detector, trained_classes, trained_side
+from ...weights import load_model, open_detector, trained_classes, trained_scale
 from ..dataset.metadata import class_metadata
 from ..images import evaluation_input
 from ..run.bn_statistics import change_statistics
@@ -48,14 +48,14 @@ class Predictor:
         cfg: CfgNode,
         metadata: Metadata,
         score_threshold: float,
-        image_side: int = 0,
+        image_scale: float = 0.0,
     ) -> None:
         self.model = model
         self.cfg = cfg
         self.metadata = metadata
         self.score_threshold = score_threshold
-        #: usual shorter side of the training images in pixels, 0 if unknown
-        self.image_side = image_side
+        #: median factor by which training resized images, 0 if unknown
+        self.image_scale = image_scale
         #: whether the last image has as many objects as the model gives
         self.is_full = False
 
@@ -139,7 +139,9 @@ def open_predictor(
         weights = cfg.MODEL.WEIGHTS
         change_statistics(detector, cfg, mix=mix, adapt=adapt, weights=weights)
     metadata = _metadata(cfg, trained_classes(checkpoint), class_names)
-    return Predictor(detector, cfg, metadata, score_threshold, trained_side(checkpoint))
+    return Predictor(
+        detector, cfg, metadata, score_threshold, trained_scale(checkpoint)
+    )
 
 
 def _metadata(

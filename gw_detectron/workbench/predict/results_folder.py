@@ -29,7 +29,6 @@ from ...errors import (
 )
 from ...installation import require_packages
 from ..console import progress_bar
-from ..dataset.data_fit import training_sides
 from ..dataset.metadata import classes_of
 from ..images import evaluation_sides, not_read
 from .pictures import Drawer, picture_name
@@ -45,8 +44,9 @@ COUNTS = "counts.csv"
 PICTURES = "pictures"
 _FILES = (RESULTS, IMAGES, COUNTS, PICTURES)  # no folder lacks the first
 _FORMULA = ("=", "+", "-", "@")  # first characters, to spreadsheets
-# of the training images' scale, at which objects of their size are lost
+# of the scale at which the training has seen images
 _SMALL_SCALE = 0.5
+_USUAL_TILE = 1024  # of a model that resizes no image
 _Rows = list[dict[str, Any]]
 
 
@@ -135,9 +135,9 @@ def _keep(run: "_Prediction", folder: Path, partial: Path) -> None:
 
 
 def usual_tile(predictor: Predictor | TiledPredictor) -> int:
-    """Return a side of tiles in pixels that the model sees at the scale of its training images."""
-    shorter, _ = training_sides(predictor.cfg)
-    return predictor.image_side or round(shorter)
+    """Return a side of tiles in pixels: at the scale of the training images, else as large as the model sees."""
+    seen = predictor.cfg.INPUT.MIN_SIZE_TEST or _USUAL_TILE
+    return max(1, round(seen / (predictor.image_scale or 1)))
 
 
 class _Prediction:
@@ -219,18 +219,15 @@ class _Prediction:
             self.results.append(result | place)
 
     def _is_shrunk(self, height: int, width: int) -> bool:
-        """Return whether the model sees an image much smaller than its training images."""
-        side = self.predictor.image_side
-        if self.is_tiled or not side:
-            return False
+        """Return whether an image is shrunk much more than in training."""
         seen, _ = evaluation_sides(height, width, self.predictor.cfg)
-        usual, _ = evaluation_sides(side, side, self.predictor.cfg)
-        return seen / height < _SMALL_SCALE * usual / side
+        is_small = seen / height < _SMALL_SCALE * self.predictor.image_scale
+        return is_small and seen < height and not self.is_tiled
 
     def _why_left_out(self, error: Exception) -> str:
         """Return why a source is left out; raise other errors again."""
         if isinstance(error.__cause__, Image.DecompressionBombError):
-            return f"more than 179 megapixels. Fix: give --tiles {usual_tile(self.predictor)}."
+            return f"more than 179 megapixels. Fix: give --tiles {usual_tile(self.predictor)}, or shrink it."
         if isinstance(error, (DataError, MissingFileError)):
             return str(error)
         if is_out_of_memory(error):

@@ -16,6 +16,8 @@ from ..images import find_images, open_image, read_image
 
 log = logging.getLogger(__name__)
 
+# cannot be read, and are named for it
+_PHONES = (".heic", ".heif")
 _VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 
 
@@ -95,7 +97,7 @@ def find_sources(inputs: Iterable[str | os.PathLike[str]]) -> list[ImageSource]:
     for given in inputs:
         if os.path.isdir(given):
             folders.append(os.path.abspath(given))
-            paths += map(os.path.abspath, find_images(given))
+            paths += map(os.path.abspath, find_images(given, _PHONES))
         else:
             files = [os.path.abspath(path) for path in _find_files(os.fspath(given))]
             folders += map(os.path.dirname, files)

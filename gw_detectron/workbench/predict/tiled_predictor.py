@@ -69,7 +69,7 @@ class TiledPredictor:
         self.statistics = statistics
         self.metadata = predictor.metadata
         self.cfg = predictor.cfg
-        self.image_side = predictor.image_side
+        self.image_scale = predictor.image_scale
         #: whether a tile of the last image has as many objects as the model gives
         self.is_full = False
 

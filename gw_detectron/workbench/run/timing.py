@@ -150,7 +150,7 @@ def few_passes(
     if usual:
         enough = usual
         is_short = budget.iterations < usual / 2
-        why = f"fewer than half of the {usual:,} that --auto takes, so expect a low AP (docs/your_data.md)"
+        why = f"fewer than half of the {usual:,} that --auto takes, so AP may be far lower"
     else:
         enough = min(_FEW_ITERATIONS, math.ceil(_FEW_PASSES * epoch))
         is_short = budget.iterations < enough

@@ -59,9 +59,9 @@ from ...weights import (
 )
 from ...weights.opening import PERIODIC_CHECKPOINTS
 from ..dataset.coco_scores import coco_tasks
+from ..dataset.data_fit import training_scale
 from ..dataset.dataset_checks import wrong_evaluator
 from ..dataset.metadata import classes_of
-from ..dataset.registration import usual_side
 from ..images import ImageNamingMapper
 from ..images.augmentations import training_mapper
 from .bn_statistics import measure_missing_statistics
@@ -224,7 +224,7 @@ class Trainer(DefaultTrainer):
             given,
             cfg.SEED,
             classes_of(trained_on),
-            usual_side(cfg.DATASETS.TRAIN),
+            training_scale(cfg),
         )
         self.checkpointer.add_checkpointable(RUN_RECORD_KEY, self.record)
 
@@ -546,7 +546,7 @@ class Trainer(DefaultTrainer):
         if self.start_iter == self.max_iter:
             log.warning(
                 "SOLVER.MAX_ITER (%d): the run has finished and is only evaluated. Fix: for more iterations, give "
-                "SOLVER.MAX_ITER and SOLVER.STEPS; a resumed run keeps its length, whatever --minutes or --epochs say.",
+                "more --epochs, or SOLVER.MAX_ITER and SOLVER.STEPS, in place of --minutes.",
                 self.max_iter,
             )
 

@@ -17,8 +17,10 @@ from gw_detectron.workbench.dataset import (
     read_datasets,
     register_datasets,
 )
+from gw_detectron.workbench.dataset.coco_content import read_json
+from gw_detectron.workbench.dataset.data_fit import training_scale
 from gw_detectron.workbench.dataset.metadata import class_metadata, classes_of
-from gw_detectron.workbench.dataset.registration import record_datasets, usual_side
+from gw_detectron.workbench.dataset.registration import record_datasets
 from gw_detectron.workbench.dataset.source import own_source
 
 from ...photos import CLASSES, photo_names, write_photos
@@ -125,6 +127,29 @@ def test_keypoints_are_named_by_the_categories(folder, files, names, flips):
     assert MetadataCatalog.get("table_train").get("keypoint_names") is None
 
 
+def test_the_scale_of_training_images_needs_no_second_parse(write, folder):
+    register_datasets(read_datasets(write({"train": {"table": FILES}})), str(folder))
+    sizes = read_json(str(folder / FILES["json"]))["images"]
+    source = own_source("table")
+    assert source.fingerprint
+    DatasetCatalog.get("table")
+    cfg = config_of(("table",), ())
+    cfg.INPUT.MIN_SIZE_TRAIN = (40, 50, 60)
+
+    factors = [50 / min(image["width"], image["height"]) for image in sizes]
+    assert training_scale(cfg) == pytest.approx(statistics.median(factors))
+    cfg.INPUT.MAX_SIZE_TRAIN = 30
+    factors = [30 / max(image["width"], image["height"]) for image in sizes]
+    assert training_scale(cfg) == pytest.approx(statistics.median(factors))
+    cfg.INPUT.MIN_SIZE_TRAIN = (0,)
+    assert training_scale(cfg) == 1
+    assert source.labels.content is None
+
+    # not of this package
+    assert training_scale(config_of(("coco_2017_train",), ())) == 0
+    assert training_scale(config_of((), ())) == 0
+
+
 def test_a_split_has_two_names_and_one_record(write, folder):
     given = read_datasets(
         write({"train": {"table_train": FILES | {"val_fraction": 0.25}}})
@@ -139,18 +164,6 @@ def test_a_split_has_two_names_and_one_record(write, folder):
     assert list(run.iterdir()) == []
     assert sum(image_counts()) == 12
     assert min(image_counts()) > 0
-
-
-def test_the_usual_side_of_images(write, folder):
-    register_datasets(read_datasets(write({"train": {"table": FILES}})), str(folder))
-    sides = [
-        min(record["height"], record["width"]) for record in DatasetCatalog.get("table")
-    ]
-
-    assert usual_side(["table"]) == round(statistics.median(sides)) > 0
-    # not of this package
-    assert usual_side(["coco_2017_train"]) == 0
-    assert usual_side([]) == 0
 
 
 def test_a_run_folder_is_enough_elsewhere_and_when_the_source_has_changed(

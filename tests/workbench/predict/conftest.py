@@ -37,7 +37,7 @@ def run_folder(tmp_path_factory):
         model.roi_heads.box_predictor.cls_score.weight.normal_(0, 2)
         model.roi_heads.box_predictor.bbox_pred.weight.normal_(0, 0.5)
     classes = {2: "fork", 7: "cup", 40: "plate"}
-    record = RunRecord(cfg.dump(), 0, classes, image_side=96).state_dict()
+    record = RunRecord(cfg.dump(), 0, classes, image_scale=0.5).state_dict()
     DetectionCheckpointer(model, str(folder)).save(
         "model_final", **{RUN_RECORD_KEY: record}
     )
@@ -65,7 +65,7 @@ class Handmade:
     """Find a square in its upper left corner and an object of low score in every image."""
 
     score_threshold = 0.5
-    image_side = 0
+    image_scale = 0.0
     metadata = Metadata(
         thing_classes=["fork", "cup"], thing_dataset_id_to_contiguous_id={2: 0, 7: 1}
     )

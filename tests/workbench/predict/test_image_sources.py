@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gw_detectron.errors import DataError, MissingFileError
-from gw_detectron.workbench.predict import find_sources
+from gw_detectron.workbench.predict import find_sources, write_predictions
 
 
 def names(*inputs):
@@ -53,6 +53,17 @@ def test_nothing_to_read(tmp_path):
     for nothing in ([], [str(tmp_path)]):
         with pytest.raises(DataError, match="none"):
             find_sources(nothing)
+
+
+def test_photos_of_a_phone_are_named_for_it(photos, predictor, tmp_path):
+    photo = photos / "IMG_0001.HEIC"
+    photo.write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+
+    summary = write_predictions(predictor, find_sources([photos]), tmp_path / "out")
+
+    assert summary.images == 2
+    assert list(summary.failed) == ["IMG_0001.HEIC"]
+    assert "a HEIC photo" in summary.failed["IMG_0001.HEIC"]
 
 
 def test_frames_of_a_video(video):

@@ -51,7 +51,7 @@ def test_a_run_folder_predicts_as_detectron2(run_folder, tmp_path, channels):
     check_same(predictor(image), DefaultPredictor(cfg)(image[:, :, ::-1])["instances"])
     assert predictor.metadata.thing_classes == NAMES
     assert predictor.metadata.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
-    assert predictor.image_side == 96
+    assert predictor.image_scale == 0.5
 
 
 def test_the_last_checkpoint_of_a_moved_run_is_taken(run_folder, tmp_path, photo):

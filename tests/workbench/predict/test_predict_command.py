@@ -172,6 +172,21 @@ def test_the_advice_for_many_objects_works(tmp_path, run_folder, photos, capsys,
     assert len(results(tmp_path / "b")) > len(results(tmp_path / "a"))
 
 
+def test_the_advice_for_images_that_are_shrunk_works(tmp_path, run_folder, capsys):
+    """The training resized images by 0.5, and the shorter side is resized to 96 pixels."""
+    Image.new("RGB", (600, 590)).save(tmp_path / "large.png")
+    words = (run_folder, tmp_path / "large.png", "--no-pictures", "--device", "cpu")
+    predict(*words, "--output", tmp_path / "a")
+    said = capsys.readouterr().err
+    assert "shrunk more than twice as much as the training images: large.png" in said
+
+    tile = said.partition("give --tiles ")[2].partition(";")[0]
+    predict(*words, "--output", tmp_path / "b", "--tiles", tile)
+
+    assert tile == "192"
+    assert "shrunk" not in capsys.readouterr().err
+
+
 @pytest.fixture
 def preview(tmp_path):
     """Preview six photos with three objects each, which ``change`` may alter."""

@@ -168,37 +168,45 @@ def test_classes_of_any_name(tmp_path, photos, predictor, predict, monkeypatch):
     assert lines[0] == "file_name,\\ud800\\n,'=cmd,all"
 
 
-@pytest.mark.parametrize("side, tile", [(640, 640), (0, 800)])
-def test_an_image_that_needs_tiles_is_named(photos, predictor, predict, side, tile):
-    predictor.image_side = side
+@pytest.mark.parametrize(
+    "resized, scale, tile", [(800, 0.0, 800), (800, 0.5, 1600), (0, 0.0, 1024)]
+)
+def test_an_image_that_needs_tiles_is_named(
+    photos, predictor, predict, resized, scale, tile
+):
+    predictor.cfg.INPUT.MIN_SIZE_TEST = resized
+    predictor.image_scale = scale
     Image.new("L", (14_000, 13_000)).save(photos / "huge.png")
 
     summary, _ = predict(photos)
 
     assert summary.failed == {
-        "huge.png": f"more than 179 megapixels. Fix: give --tiles {tile}."
+        "huge.png": f"more than 179 megapixels. Fix: give --tiles {tile}, or shrink it."
     }
 
 
 @pytest.mark.parametrize(
-    "side, resized, is_shrunk",
+    "scale, resized, longest, is_shrunk",
     [
-        (47, 20, True),
-        (49, 20, False),
-        # as training images were
-        (96, 20, False),
-        # seen as they are
-        (10, 0, False),
-        # of an unknown size
-        (0, 20, False),
+        (0.45, 20, 1333, True),
+        (0.40, 20, 1333, False),
+        # the longer side, of 131 pixels, decides
+        (0.45, 96, 27, True),
+        (0.40, 96, 27, False),
+        # of unknown training images
+        (0.0, 20, 1333, False),
+        # not resized, or enlarged
+        (3.0, 0, 1333, False),
+        (3.0, 110, 1333, False),
     ],
 )
-def test_images_much_larger_than_in_training_are_named(
-    photos, predictor, predict, side, resized, is_shrunk
+def test_images_that_are_shrunk_more_than_in_training_are_named(
+    photos, predictor, predict, scale, resized, longest, is_shrunk
 ):
-    """The photos have a shorter side of 96 pixels."""
-    predictor.image_side = side
+    """The photos have a shorter side of 96 pixels, of which 20 are 0.208."""
+    predictor.image_scale = scale
     predictor.cfg.INPUT.MIN_SIZE_TEST = resized
+    predictor.cfg.INPUT.MAX_SIZE_TEST = longest
 
     summary, _ = predict(photos)
 

@@ -106,7 +106,7 @@ def _layout_of(
         raise DataError(
             f"'{files[0]}': {len(photos)} photos have no labels, e.g. '{photos[0]}'. Fix: put a .txt file of the same "
             "name beside each photo, or into a folder labels beside the folder images; or give the folder of the .txt "
-            "files as --train-json."
+            "files as the labels."
         )
     folders = {str(path.parent) for path in (files[0], *photos)}
     root = images or os.path.commonpath(folders)
