@@ -19,6 +19,7 @@ from .. import predict as prediction
 from ..console import check_folder
 from ..predict.results_folder import not_read_note, usual_tile
 from ..predict.tiled_predictor import STATISTICS
+from ..run.processes import spare_core
 from .parsers import MixedParser, add_statistics_flags, new_parser
 
 _BEST = "best"
@@ -162,10 +163,12 @@ def main(args: argparse.Namespace) -> bool:
     threshold = args.score_threshold
     if threshold == _BEST:
         threshold = _best_threshold(detector)
-    predictor = _open_predictor(args, detector, threshold)
-    summary = prediction.write_predictions(
-        predictor, sources, args.output, pictures=not args.no_pictures
-    )
+    # which hardly matters to a GPU
+    with spare_core(args.device or "cpu"):
+        predictor = _open_predictor(args, detector, threshold)
+        summary = prediction.write_predictions(
+            predictor, sources, args.output, pictures=not args.no_pictures
+        )
 
     for line in _notes(summary, predictor):
         print(printable(line), file=sys.stderr)

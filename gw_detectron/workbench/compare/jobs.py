@@ -12,7 +12,7 @@ from ...weights.recording import software_versions
 from ..dataset.coco_scores import COCO_TASKS, ap_name
 from ..run import RunRequest, Trainer, main, prepare
 from ..run.folder import METRICS, read_metrics
-from ..run.processes import core_for_loaders
+from ..run.processes import spare_core
 from ..run.timing import evaluation_seconds, step_seconds
 from .plan import Costs, Job
 
@@ -90,7 +90,7 @@ def measure(folder: Path, requests: Mapping[str, RunRequest]) -> dict[str, Any]:
         trainers[norm] = trainer
         start = start or time.perf_counter() - begin
 
-    with core_for_loaders(cfg.MODEL.DEVICE):  # as in a training
+    with spare_core(cfg.MODEL.DEVICE):  # as in a training
         times = step_seconds(trainers)
         evaluation = evaluation_seconds(trainer)
     return Costs(times, evaluation, start)._asdict()

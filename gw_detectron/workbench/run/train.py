@@ -27,7 +27,7 @@ from ...weights.opening import config_beside
 from ..dataset.recipe import apply_recipe
 from ..dataset.registration import open_dataset
 from .bn_statistics import change_statistics
-from .processes import core_for_loaders, in_all_processes
+from .processes import in_all_processes, spare_core
 from .request import RunRequest
 from .run_datasets import use_datasets
 from .start import check_same_start, open_run
@@ -61,7 +61,8 @@ def main(request: RunRequest) -> dict | None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
-    results = evaluate(prepared) if request.eval_only else _train(prepared)
+    with spare_core(prepared.cfg.MODEL.DEVICE):
+        results = evaluate(prepared) if request.eval_only else _train(prepared)
     if results:
         names = ", ".join(prepared.cfg.DATASETS.TEST)
         folder = shlex.quote(prepared.cfg.OUTPUT_DIR)
@@ -71,21 +72,22 @@ def main(request: RunRequest) -> dict | None:
 
 def _train(prepared: PreparedRun) -> dict | None:
     request = prepared.request
-    with core_for_loaders(prepared.cfg.MODEL.DEVICE):
-        trainer = Trainer(
-            prepared.cfg,
-            resume=request.resume,
-            overwrite=request.overwrite,
-            allow_partial=request.allow_partial,
-            ignore_preflight=request.ignore_preflight,
-        )
-        reasons = prepared.reasons
-        if request.minutes is not None:
-            reasons = {**reasons, **_fit_into_minutes(trainer, prepared)}
-        for line in reasons.values():
-            log.info(line)
-        trainer.resume_or_load()
-        return trainer.train()
+    trainer = Trainer(
+        prepared.cfg,
+        resume=request.resume,
+        overwrite=request.overwrite,
+        allow_partial=request.allow_partial,
+        ignore_preflight=request.ignore_preflight,
+    )
+
+    reasons = prepared.reasons
+    if request.minutes is not None:
+        reasons = {**reasons, **_fit_into_minutes(trainer, prepared)}
+    for line in reasons.values():
+        log.info(line)
+
+    trainer.resume_or_load()
+    return trainer.train()
 
 
 def _fit_into_minutes(trainer: Trainer, prepared: PreparedRun) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from gw_detectron.errors import DataError, UserError
@@ -170,6 +171,17 @@ def test_the_advice_for_many_objects_works(tmp_path, run_folder, photos, capsys,
     predict(run_folder, photos / "b.png", "--output", tmp_path / "b", *words, *advised)
 
     assert len(results(tmp_path / "b")) > len(results(tmp_path / "a"))
+
+
+def test_a_core_is_spared(tmp_path, run_folder, photos, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+
+    predict(run_folder, photos / "b.png", "--output", tmp_path / "out")
+
+    assert threads == [2, 3]
 
 
 def test_the_advice_for_images_that_are_shrunk_works(tmp_path, run_folder, capsys):

@@ -20,9 +20,9 @@ from gw_detectron.weights import LazyCheckpoint
 from gw_detectron.workbench.commands.train import get_parser
 from gw_detectron.workbench.console import errors_reported
 from gw_detectron.workbench.run.processes import (
-    core_for_loaders,
     in_all_processes,
     launch_from_args,
+    spare_core,
 )
 from gw_detectron.workbench.run.start import check_same_start
 from gw_detectron.workbench.signals import Interrupted
@@ -44,14 +44,12 @@ TWO_IMAGES_EACH = {"SOLVER__IMS_PER_BATCH": 4}
     ("device", "asked", "before", "threads"),
     [("cpu", "", 3, 2), ("cpu", "", 1, 1), ("cpu", "3", 3, 3), ("cuda", "", 3, 3)],
 )
-def test_a_training_leaves_a_core_to_its_loaders(
-    monkeypatch, device, asked, before, threads
-):
+def test_a_core_is_spared(monkeypatch, device, asked, before, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     given = torch.get_num_threads()
     torch.set_num_threads(before)
     try:
-        with core_for_loaders(device):
+        with spare_core(device):
             assert torch.get_num_threads() == threads
         assert torch.get_num_threads() == before
     finally:
