@@ -163,7 +163,7 @@ def main(args: argparse.Namespace) -> bool:
     threshold = args.score_threshold
     if threshold == _BEST:
         threshold = _best_threshold(detector)
-    # which hardly matters to a GPU
+    # with a GPU, a thread less hardly matters
     with spare_core(args.device or "cpu"):
         predictor = _open_predictor(args, detector, threshold)
         summary = prediction.write_predictions(

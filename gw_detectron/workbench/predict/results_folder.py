@@ -44,7 +44,7 @@ COUNTS = "counts.csv"
 PICTURES = "pictures"
 _FILES = (RESULTS, IMAGES, COUNTS, PICTURES)  # no folder lacks the first
 _FORMULA = ("=", "+", "-", "@")  # first characters, to spreadsheets
-# of the scale at which the training has seen images
+# share of the training's scale below which an image is named
 _SMALL_SCALE = 0.5
 _USUAL_TILE = 1024  # of a model that resizes no image
 _Rows = list[dict[str, Any]]
